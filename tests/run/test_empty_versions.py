@@ -3,10 +3,7 @@
 from pathlib import Path
 
 from tests.support.samples import state_of
-from tests.support.world import World
 from tests.support.written import TABLE, Written, assert_bits
-from trainer_side import Publisher
-from vllm_delta_sync import open_run
 from vllm_delta_sync.maintenance.compact import compact
 from vllm_delta_sync.tensors.changes import Changes
 
@@ -46,28 +43,3 @@ def test_a_manifest_is_all_there_is(tmp_path: Path) -> None:
         written.check(first, first + 4)
         state.apply(run.changes(run.merged_delta(first, first + 4)))
     assert state.fingerprint == written.writer.manifests[8].model_fingerprint
-
-
-def test_a_receiver_follows_and_rolls_back_and_a_publisher_resumes(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.receiver.advance()
-    first = world.bits()
-    world.publisher.publish(step=1, wait=True)
-    world.train(2)
-    world.publisher.publish(step=3, wait=True)
-    world.publisher.flush()
-    assert [len(open_run(world.url).manifest(version).objects) for version in (1, 2, 3)] == [0, 1, 0]
-    for version in (1, 2, 3):
-        world.receiver.advance(version)
-        assert world.receiver.served_version == version
-    world.expect_exact()
-    world.receiver.rollback(1)
-    world.expect_bits(first)
-    world.receiver.advance(3)
-    world.expect_exact()
-    world.publisher.close()
-    with Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", merge=False) as publisher:
-        publisher.publish(step=4, wait=True)
-    run = open_run(world.url)
-    assert [len(manifest.objects) for manifest in run.log()][1:] == [0, 1, 0, 0]
-    assert run.verify(tmp_path / "base").versions == 5

@@ -158,14 +158,6 @@ def test_a_branch_and_a_branch_of_it(chain: Chain, tmp_path: Path) -> None:
     exported(made, tmp_path / "out", 1, base=str(tmp_path / "moved"))
 
 
-def test_another_way_is_gone_where_the_first_is_damaged(chain: Chain, tmp_path: Path) -> None:
-    chain.grow(3)
-    chain.beside_it(7)
-    (chain.folder / chain.manifests[7].objects[0].key).unlink()
-    chain.damage(chain.beside_it(6))
-    exported(chain, tmp_path / "out", 8, shard_bytes=SHARD_BYTES)
-
-
 def test_progress_is_told_to_the_end(chain: Chain, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     exported(chain, tmp_path / "out", 4, progress=lambda done, total: seen.append((done, total)))
@@ -367,16 +359,6 @@ def test_two_exports_into_one_folder(chain: Chain, tmp_path: Path) -> None:
         seen.clear()
 
 
-def test_a_lock_whose_owner_is_gone_is_nobodys(chain: Chain, tmp_path: Path) -> None:
-    work = tmp_path / "out" / WORK_NAME
-    (work / "new").mkdir(parents=True)
-    (work / "new" / SINGLE_NAME).write_bytes(b"half")
-    with (work / "lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert kind(5, "export", "--bucket", chain.url, "--to", tmp_path / "out") == "conflict"
-    exported(chain, tmp_path / "out")
-
-
 # What is fetched
 
 
@@ -433,20 +415,6 @@ def test_what_is_damaged_makes_no_checkpoint(
         export(open_run(chain.url), tmp_path / "out", 3)
     assert stored(tmp_path / "out") == {}
     exported(chain, tmp_path / "out", 0)
-
-
-def test_an_interrupt_leaves_what_was_there(chain: Chain, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        export(open_run(chain.url), tmp_path / "out", 3, progress=interrupt)
-    assert stored(tmp_path / "out") == {}
-    exported(chain, tmp_path / "out", 3)
-    before = stored(tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        export(open_run(chain.url), tmp_path / "out", 2, progress=interrupt)
-    assert stored(tmp_path / "out") == before
 
 
 # The model's small files

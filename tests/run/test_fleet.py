@@ -1,7 +1,6 @@
 """The fleet of a run: heartbeats, who is live, waiting for a version, and what ``delta-sync fleet`` prints."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -319,11 +318,3 @@ def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:
             publisher.wait_served(-1)
     with pytest.raises(UsageError, match="closed"):
         publisher.wait_served()
-
-
-def test_heartbeats_of_another_run_are_not_ours(chain: Chain, tmp_path: Path) -> None:
-    branch = Chain(tmp_path, "branch", seed=3)
-    branch.inside(branch.fresh())
-    shutil.copytree(chain.folder / "heartbeats", branch.folder / "heartbeats")
-    fleet = Run(branch.bucket).fleet()
-    assert (fleet.replicas, len(fleet.ignored)) == ([], 2)

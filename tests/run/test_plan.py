@@ -53,14 +53,6 @@ def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
     tree.bucket.put(key, forged.to_bytes())
 
 
-def test_versions_one_by_one_without_merged_deltas(tree: Written) -> None:
-    grow(tree, 6)
-    steps = find_steps(tree.run, 1, 5)
-    assert spans(steps) == [(1, 2), (2, 3), (3, 4), (4, 5)]
-    expect(tree, steps, 1, 5)
-    assert find_steps(tree.run, 3, 3) == []
-
-
 def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     grow(tree, 75)
     tree.merged_deltas()

@@ -111,16 +111,6 @@ def test_a_repair_keeps_what_a_collection_recorded(whole: Whole) -> None:
     assert_whole(whole)
 
 
-def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:
-    whole.bucket.delete(whole.object_of(2))
-    whole.bucket.delete(whole.object_of(3))
-    report = repair(whole.run)
-    # Version 3 is the one after 2 and 3 taken back once; nothing knows version 2.
-    assert whole.readable() == [0, 1, 3, 4, 5, 6, 7, 8]
-    assert report.unreadable == [2]
-    assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "unreadable"]
-
-
 @pytest.mark.parametrize("what", ["document", "object", "both"])
 def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whole) -> None:
     whole.beside(5)

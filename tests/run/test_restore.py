@@ -13,7 +13,6 @@ from tests.support.samples import state_of
 from tests.support.written import Written, assert_bits
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
-    BaseUnavailableError,
     ChainError,
     DeltaSyncError,
     DigestError,
@@ -26,7 +25,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.read_plan import Step, find_steps
-from vllm_delta_sync.run.restore import apply_step, restore, scratch_file
+from vllm_delta_sync.run.restore import apply_step, scratch_file
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 State = dict[str, torch.Tensor]
@@ -129,20 +128,6 @@ def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> 
             with pytest.raises(FingerprintError):
                 apply_step(liar, state, in_pieces=in_pieces)
             assert_bits(state, tree.writer.bits[held])
-
-
-def test_branch_begins_where_it_left(tmp_path: Path) -> None:
-    made = Written(tmp_path / "run", 1, table=TABLE, start="branch")
-    for version in (0, 1):
-        expect(made.run, made, version, version)
-    seen: list[tuple[int, int]] = []
-    restore(made.run, made.run.head(), progress=lambda *at: seen.append(at))
-    assert seen == sorted(seen)
-    assert seen[0][0] < TABLE.full_bytes < seen[-1][0] == seen[-1][1]
-    moved = (tmp_path / "source").rename(tmp_path / "moved")
-    with pytest.raises(BaseUnavailableError, match="branches from a run"):
-        made.run.snapshot(1)
-    assert np.array_equal(made.run.snapshot(1, base=str(moved)).bits[0], made.writer.bits[1][0])
 
 
 def empty_state(tree: Written, change: Callable[[State], object] = lambda state: None) -> State:

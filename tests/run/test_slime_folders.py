@@ -24,7 +24,7 @@ from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.written import Written
 from trainer_side import Publisher
 from vllm_delta_sync import FollowedVersion, follow, open_run
-from vllm_delta_sync.errors import ChainError, DigestError, UnsupportedError, UsageError
+from vllm_delta_sync.errors import ChainError, UnsupportedError, UsageError
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec, TensorTable
 from vllm_delta_sync.maintenance import slime_folder
 from vllm_delta_sync.maintenance.follow_folder import WORK_NAME
@@ -275,21 +275,6 @@ def test_killed_at_random_it_shows_whole_versions(
     assert killed >= least
     assert deltas(out)
     assert names(out / WORK_NAME) == ["handled", "lock"]
-
-
-def test_damage_is_not_offered(chain: Chain, out: Path) -> None:
-    once(chain, out)
-    chain.grow()
-    once(chain, out)
-    chain.grow(2)
-    chain.damage(chain.manifests[2])
-    with pytest.raises(DigestError):
-        once(chain, out)
-    assert versions(out) == [0, 1]
-    chain.beside_it(3)
-    once(chain, out)
-    assert versions(out) == [0, 1, 3]
-    assert deltas(out) == [1]
 
 
 def test_one_folder_has_one_format(chain: Chain, out: Path, tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits, state_of
-from tests.support.written import assert_bits
+from tests.support.samples import changes_between, random_bits, state_of
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -12,21 +11,6 @@ from vllm_delta_sync.tensors.changes import Changes, Full
 from vllm_delta_sync.tensors.state import ModelState
 
 TABLE = TensorTable([TensorSpec("a", "BF16", (40,)), TensorSpec("b", "F32", (3,))])
-
-
-def test_versions_in_both_codecs() -> None:
-    table = every_dtype_table(100)
-    random = np.random.default_rng(2)
-    bits = random_bits(table, random)
-    state = state_of(table, bits)
-    for step in range(4):
-        new = nudge(bits, random, 0.1)
-        state.apply(changes_between(table, bits, new, "raw" if step % 2 else "plain", full=[step]))
-        bits = new
-        assert_bits(state, bits)
-        assert state.fingerprint == state_of(table, bits).fingerprint
-    bits[1][:] += 1
-    assert state.bits[1].tobytes() != bits[1].tobytes(), "it keeps its own copy"
 
 
 def test_changes_made_against_other_weights_are_noticed() -> None:

@@ -21,8 +21,6 @@ from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.read_plan import GapError, Step, find_steps
 from vllm_delta_sync.run.restore import apply_step
@@ -192,30 +190,6 @@ def test_inspect_says_how_much_changed_without_weights(mixed: Written) -> None:
 
 
 # Repair and retention
-
-
-def test_a_lost_version_is_not_taken_back_to() -> None:
-    """Where the version after it is of codec tiled, nothing but a mirror brings its weights back."""
-    whole = Whole(seed=6)
-    whole.deltas("plain", "plain", "tiled")
-    whole.beside(3)
-    mirror = whole.bucket.copy()
-    whole.bucket.delete(whole.object_of(2))
-    report = repair(whole.run)
-    assert report.unreadable == [2]
-    assert repair(whole.run, mirror=mirror).unreadable == []
-    assert verify_run(whole.run).replayed
-
-
-def test_a_collection_keeps_what_leads_to_versions() -> None:
-    whole = Whole(seed=8)
-    whole.deltas(*["tiled", "plain"] * 6)
-    whole.merged_deltas()
-    whole.beside(8)
-    collect(whole.run, RetentionPolicy(keep_last=2, keep_every=4, min_age=0.0), now=whole.bucket.clock + 1e7)
-    assert {4, 8, 11, 12} <= set(whole.readable())
-    report = verify_run(whole.run)
-    assert (report.replayed, report.undecoded) == (True, [])
 
 
 def test_what_a_collection_took_leaves_versions_unread() -> None:

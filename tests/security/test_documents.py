@@ -19,7 +19,6 @@ from tests.support.hostile import container
 from tests.support.samples import CREATED, RUN, RunWriter
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.cli.text import clean
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, FormatError
 from vllm_delta_sync.format import documents as side
@@ -507,9 +506,3 @@ def test_a_log_line_is_one_line(written: Written, caplog: pytest.LogCaptureFixtu
         list(open_run(str(written.folder)).tensors())
     assert caplog.records
     assert all(record.getMessage().isprintable() for record in caplog.records)
-
-
-def test_clean_is_what_it_says() -> None:
-    for text in [*NAMES.values(), "\ud800", HTML]:
-        assert clean(text).isprintable()
-    assert clean(HTML) == HTML

@@ -251,24 +251,6 @@ def test_default_place_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_settings({"bucket": "/x"}, {}).state_folder() == tmp_path / ".local/state/vllm-delta-sync"
 
 
-def test_flood_of_manifests_costs_few_reads(tmp_path: Path) -> None:
-    world = Trusted(tmp_path)
-    world.serves(3)
-    for version in range(4, 400):
-        (world.folder / keys.version_key(version)).write_bytes(b"{}")
-    bucket = world.receiver.history.run.bucket
-    read: list[str] = []
-    get = bucket.get
-
-    def counted(key: str, *, max_bytes: int | None = None) -> bytes:
-        read.append(key)
-        return bytes(get(key, max_bytes=max_bytes))
-
-    bucket.get = counted
-    world.refused("format")
-    assert len(read) < 100
-
-
 def test_head_descends_from_what_is_served_where_nothing_else_is_remembered(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
     settings = Settings(bucket=world.chain.url, **world.settings)

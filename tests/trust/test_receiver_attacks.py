@@ -134,21 +134,6 @@ def test_attack_is_refused_and_what_it_did_heals(tmp_path: Path, name: str, rest
     world.serves(5)
 
 
-def test_object_swapped_for_another_of_its_size(tmp_path: Path) -> None:
-    world = Trusted(tmp_path)
-    world.serves(3)
-    world.chain.grow(1)
-    path = world.folder / world.chain.manifests[4].objects[0].key
-    true = path.read_bytes()
-    world.chain.damage(world.chain.manifests[4])
-    assert path.stat().st_size == len(true)
-    world.refused("digest")
-    world.start()
-    world.refused("digest")
-    path.write_bytes(true)
-    world.serves(4)
-
-
 def test_run_json_signed_anew_is_refused(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
     world.serves(3)

@@ -148,19 +148,6 @@ def test_without_a_key_nothing_is_signed_and_head_has_no_end(folder: Path, train
     assert all(document["signature"] is None for document in documents)
 
 
-def has_fields(value: object) -> bool:
-    return hasattr(value, "__dict__")
-
-
-def test_no_secret_shows(folder: Path, keys: Keys, trainer: Trainer) -> None:
-    key = keys.private("a")
-    lines = [line for line in key.read_text().splitlines() if "KEY" not in line]
-    with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
-        shown = repr(publisher) + repr([vars(publisher), *map(vars, filter(has_fields, vars(publisher).values()))])
-        assert keys.hex("a") in shown
-        assert [line for line in lines if line in shown] == []
-
-
 # Which keys
 
 
