@@ -45,7 +45,7 @@ from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, StoppedError
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.run.objects import open_step_objects, scratch_folder
+from vllm_delta_sync.run.objects import open_step_objects
 from vllm_delta_sync.run.read_plan import GapError, find_steps
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
@@ -456,34 +456,6 @@ def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
     assert "free space there" in done.stdout
     assert not list(scratch.iterdir())
     assert not written.run.merged_deltas()
-
-
-HOLD = """
-import sys
-from vllm_delta_sync.run.objects import scratch_folder
-with scratch_folder(sys.argv[1], "a test", 0) as folder:
-    (folder / "left").write_bytes(b"x")
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
-    """And that of a living one is left alone."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    owners = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    folders = []
-    for owner in owners:
-        assert owner.stdout is not None
-        folders.append(Path(owner.stdout.readline().strip()))
-    owners[0].kill()
-    owners[0].wait()
-    (tmp_path / "new").mkdir()
-    assert all((folder / "left").exists() for folder in folders)
-    with scratch_folder(tmp_path, "a test", 0) as mine:
-        assert {mine.parent, folders[1].parent, tmp_path / "new"} == set(tmp_path.iterdir())
-    owners[1].communicate(timeout=300)
-    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
 
 
 # When they are due

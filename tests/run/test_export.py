@@ -23,8 +23,8 @@ from tests.support.chains import TABLE, Chain
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
 from tests.support.marked import REASON, MarkedChain
-from tests.support.publishing import damage
 from tests.support.samples import every_dtype_table
+from tests.support.sidecars import spoil
 from tests.support.signed import Keys
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint, train_steps
 from tests.support.written import Written
@@ -333,8 +333,8 @@ def test_what_is_there_is_checked_and_not_made_again(chain: Chain, tmp_path: Pat
     # Cut otherwise.
     assert exported(chain, out, 3).present is False
     # Damaged, cut short, or gone.
-    for spoil in (lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[:-1], lambda data: None):
-        data = spoil((out / SINGLE_NAME).read_bytes())
+    for change in (lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[:-1], lambda data: None):
+        data = change((out / SINGLE_NAME).read_bytes())
         (out / SINGLE_NAME).unlink()
         if data is not None:
             (out / SINGLE_NAME).write_bytes(data)
@@ -575,12 +575,7 @@ def test_a_damaged_file_of_the_run_is_left_out_and_said(way: str, published: Pub
     run = open_run(str(tmp_path / "run"))
     for item in run.info.files:
         if item.name in ("generation_config.json", "config.json"):
-            if way == "damaged":
-                damage(run.bucket.url, item.key)
-            elif way == "lost":
-                run.bucket.delete(item.key)
-            else:
-                run.bucket.put(item.key, run.bucket.get(item.key) + b" ")
+            spoil(run.bucket, item.key, way)
     report = export(run, tmp_path / "out")
     assert report.missing == ["config.json"]
     assert [note.split()[:6] for note in report.notes] == [

@@ -21,6 +21,7 @@ from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
 from tests.support.marked import MarkedChain
 from tests.support.signed import Keys
+from tests.support.slime_folders import deltas, rebuilt, versions
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.written import Written
 from trainer_side import Publisher
@@ -44,8 +45,12 @@ from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME
 
 SHARD_BYTES = 2000
 """Some tensors of these models are larger, and most are smaller."""
-KILLS = [pytest.param(10, 4, 1), pytest.param(50, 20, 11, marks=pytest.mark.slow)]
-"""Versions; in how many a kill is tried; and how many must have happened, since not each makes so many changes."""
+KILLS = [
+    *(("checkpoint", 10, 4, 1), ("slime", 8, 6, 3)),
+    pytest.param("checkpoint", 50, 20, 11, marks=pytest.mark.slow),
+    pytest.param("slime", 40, 30, 15, marks=pytest.mark.slow),
+]
+"""Format; versions; in how many a kill is tried; and how many must have happened: not each makes so many changes."""
 
 
 @pytest.fixture
@@ -224,30 +229,41 @@ def test_a_version_that_was_not_handled_comes_again(chain: Chain, out: Path) -> 
 # Killed
 
 
-@pytest.mark.parametrize(("versions", "kills", "least"), KILLS)
+@pytest.mark.parametrize(("format", "count", "kills", "least"), KILLS)
 def test_killed_at_random_it_shows_whole_versions(
-    tmp_path: Path, out: Path, campaign_seed: int | None, versions: int, kills: int, least: int
+    tmp_path: Path, out: Path, campaign_seed: int | None, format: str, count: int, kills: int, least: int
 ) -> None:
     """Before a random change of names in a folder."""
     chance = random.Random(campaign_seed or 0)
     written = Written(tmp_path / "run", 0, 11, LARGE_TABLE)
     nursery = Nursery("tests.run.machine.killed_follow", tmp_path)
-    targets = chance.sample(range(versions), kills)
+    targets = chance.sample(range(count), kills)
     killed = 0
-    for version in range(versions):
+
+    def shown() -> int | None:
+        """The newest version there, which is whole; None before there is one."""
+        if format == "slime":
+            newest = max(versions(out), default=None)
+        else:
+            newest = at(out) if (out / "current").exists() else None
+        if newest is not None:
+            found = rebuilt(out, newest) if format == "slime" else held(out / "current")
+            assert found == expected(LARGE_TABLE, written.writer.bits[newest])
+        return newest
+
+    for version in range(count):
         if version:
             written.publish(0.05 if version % 5 else 0.0, full=[version % 24] if version % 7 == 0 else ())
         if version in targets:
-            killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 14)))
-            if (out / "current").exists():
-                assert held(out / "current") == expected(LARGE_TABLE, written.writer.bits[at(out)])
-            if chance.random() < 0.3 and version < versions - 1:
+            killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 12), format))
+            shown()
+            if chance.random() < 0.3 and version < count - 1:
                 continue  # the next one finds what this one left
-        assert not nursery.end(nursery.begin(tmp_path, 0))
-        assert at(out) == version
-        assert held(out / "current") == expected(LARGE_TABLE, written.writer.bits[version])
+        assert not nursery.end(nursery.begin(tmp_path, 0, format))
+        assert shown() == version
     nursery.close()
     assert killed >= least
+    assert deltas(out) or format == "checkpoint"
     assert names(out / WORK_NAME) in (["handled", "lock"], ["handled", "lock", "objects"])
 
 

@@ -27,7 +27,7 @@ from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPo
 from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
-from vllm_delta_sync.run.read_plan import ReadPlanner, find_steps
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
@@ -95,6 +95,19 @@ def check(grown: Grown, report: CollectionReport, wanted: set[int], policy: Rete
     steps=[("full", 0), ("rebase", 0), ("repair", 1)],
     policy=RetentionPolicy(keep_last=2, min_age=0.0),
     heartbeats=[(1, None, 1)],
+    later=0,
+)
+# Anchors of milestones are newer than the one that the head needs, and none of them leads to it.
+@example(
+    seed=1,
+    whole=True,
+    steps=[
+        *(("grow", 10), ("beside", 8)),
+        *(step for number in range(11, 15) for step in (("full", 0), ("beside", number), ("milestone", number))),
+        *(("rebase", 9), ("grow", 4), ("age", 7200)),
+    ],
+    policy=RetentionPolicy(keep_last=2),
+    heartbeats=[],
     later=0,
 )
 def test_whatever_is_kept_can_be_rebuilt(
@@ -202,17 +215,6 @@ def of_versions(folder: Path, count: int, seed: int = 7, **options: Any) -> Grow
     return grown
 
 
-def test_a_writer_at_work_keeps_its_objects(tmp_path: Path) -> None:
-    grown = long_run(tmp_path)
-    grown.memory.clock += HOUR
-    pending = grown._put(b"of a version whose manifest is not written yet")
-    grown.memory.clock += HOUR - 10
-    collect(grown.run_, FEW)
-    assert pending.key in objects(grown.memory)
-    grown.memory.clock += 20
-    assert collect(grown.run_, FEW).objects == [pending.key]
-
-
 def test_what_goes_and_what_stays(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     grown.bucket.put("objects/README.txt", b"not ours")
@@ -263,24 +265,6 @@ def test_anchors_that_stay(tmp_path: Path) -> None:
     assert grown.equals(8)
 
 
-def test_milestones_on_a_way_not_taken(tmp_path: Path) -> None:
-    """Their anchors are newer than the one that the head needs, and none of them leads to it."""
-    grown = of_versions(tmp_path, 10, 1)
-    grown.beside(8, tmp_path)
-    for _ in range(4):
-        version = grown.grow(full=True)
-        grown.beside(version, tmp_path)
-        grown.tag(f"milestone-{version}", version, milestone=True)
-    grown.grow(base=9)
-    for _ in range(4):
-        grown.grow()
-    grown.memory.clock += 2 * HOUR
-    report = collect(grown.run_, RetentionPolicy(keep_last=2))
-    assert set(report.kept) == {11, 12, 13, 14, 18, 19}
-    for version in report.kept:
-        assert grown.equals(version)
-
-
 def test_a_version_published_lately_keeps_its_delta(tmp_path: Path) -> None:
     """Also where its objects were uploaded long before its manifest."""
     grown = of_versions(tmp_path, 6, 1)
@@ -290,17 +274,6 @@ def test_a_version_published_lately_keeps_its_delta(tmp_path: Path) -> None:
     assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes == 0
     grown.memory.clock += HOUR
     assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes
-
-
-def test_a_receiver_with_a_heartbeat_finds_its_way_on(tmp_path: Path) -> None:
-    grown = long_run(tmp_path)
-    write_heartbeat(grown.run_, "slow", 7, target=19, seconds=600)
-    report = collect(grown.run_, RetentionPolicy(keep_last=1))
-    assert report.kept[7] == report.kept[19] == ["heartbeat slow"]
-    for step in find_steps(grown.run_, 7, 40, [side.merged_delta_key(0, 4)]):
-        assert {ref.key for ref in step.objects} <= objects(grown.memory)
-    grown.memory.clock += 600
-    assert 7 not in collect(grown.run_, RetentionPolicy(keep_last=1)).kept
 
 
 def test_forged_heartbeats_do_not_hold_for_ever(tmp_path: Path) -> None:
@@ -494,27 +467,18 @@ def leads_on(reader: Run, first: int, last: int) -> None:
             return
 
 
-def test_newest_sound_version_is_kept_and_can_go_on(tmp_path: Path) -> None:
-    run = marked(tmp_path, "......!!!!!!")
-    report = collect(run.run_, TIGHT)
-    assert report.kept == {6: ["sound"], 12: ["head"]}
-    assert run.equals(6)
-    assert run.equals(12)
-    leads_on(Run(run.memory), 6, 12)
+@pytest.mark.parametrize(
+    ("marks", "why", "version"), [("......!!!!!!", "sound", 6), ("...~~!~", "exact", 3)], ids=["sound", "exact"]
+)
+def test_newest_sound_or_exact_version_is_kept_until_the_head_is_one(
+    tmp_path: Path, marks: str, why: str, version: int
+) -> None:
+    """That it can be read and gone on from is the property below."""
+    run = marked(tmp_path, marks)
+    assert collect(run.run_, TIGHT).kept == {version: [why], len(marks): ["head"]}
     run.play(".")
     run.memory.clock += HOUR
-    report = collect(run.run_, TIGHT)
-    assert report.kept == {13: ["head"]}
-    assert run.equals(13)
-
-
-def test_newest_exact_version_is_kept_and_can_go_on(tmp_path: Path) -> None:
-    run = marked(tmp_path, "...~~!~")
-    report = collect(run.run_, TIGHT)
-    assert report.kept == {3: ["exact"], 7: ["head"]}
-    assert run.equals(3)
-    assert run.equals(7)
-    leads_on(Run(run.memory), 3, 7)
+    assert collect(run.run_, TIGHT).kept == {len(marks) + 1: ["head"]}
 
 
 def test_run_without_a_sound_version(tmp_path: Path) -> None:

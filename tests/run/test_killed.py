@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from tests.run.machine.killed import digest
 from tests.run.machine.killed_export import TABLE, VERSIONS, write_run
 from tests.run.machine.nursery import Nursery
 from tests.support.exporting import expected, held, names
+from tests.support.running import eventually
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
@@ -60,14 +61,6 @@ class Recorded:
         return found
 
 
-def until(reached: Callable[[], bool]) -> None:
-    """Wait for something that takes seconds, or minutes on a machine that is busy."""
-    deadline = time.monotonic() + 300
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @contextmanager
 def child(nursery: Nursery, *task: object) -> Iterator[None]:
     """A child, killed at exit."""
@@ -88,13 +81,13 @@ def test_publisher_killed_again_and_again_leaves_whole_states(
     began, head = time.monotonic(), 0
     try:
         with child(nursery, "publish", chance.randrange(1000)):
-            until(lambda: log.exists() and bool(Recorded.read(log).done))
+            eventually(lambda: log.exists() and bool(Recorded.read(log).done))
         longest = min(MOST_SECONDS, max(LONGEST_SECONDS, 2 * (time.monotonic() - began)))
         for kill in range(1, kills + 1):
             epoch = open_run(url).newest_epoch()
             with child(nursery, "publish", chance.randrange(1000)):
                 if kill % AFTER_CLAIM == 1:
-                    until(lambda epoch=epoch: open_run(url).newest_epoch() > epoch)  # type: ignore[misc]
+                    eventually(lambda epoch=epoch: open_run(url).newest_epoch() > epoch)  # type: ignore[misc]
                 if kill % 2:
                     time.sleep(chance.uniform(0, longest))
                 else:
@@ -107,9 +100,9 @@ def test_publisher_killed_again_and_again_leaves_whole_states(
                 assert (report.head, report.replayed) == (head, True)
         # However soon each was killed: a publisher that is left alone goes on, and a collection comes to an end.
         with child(nursery, "publish", 2):
-            until(lambda: open_run(url).head().version > max(60, kills))
+            eventually(lambda: open_run(url).head().version > max(60, kills))
         with child(nursery, "collect"):
-            until(lambda: (record := open_run(url).retention()) is not None and bool(record.gone))
+            eventually(lambda: (record := open_run(url).retention()) is not None and bool(record.gone))
     finally:
         nursery.close()
     assert expect_whole(open_run(url), Recorded.read(log), head, chance) > kills
@@ -238,7 +231,7 @@ def test_export_killed_at_each_step_shows_whole_checkpoints(exports: Exports) ->
 def test_what_was_fetched_by_one_that_was_killed_is_not_fetched_again(exports: Exports, tmp_path: Path) -> None:
     pid = exports.begin(VERSIONS - 1, SHARD_BYTES[0])
     work = exports.out / WORK_NAME / "objects"
-    until(lambda: any(len(path.name) == 64 for path in work.glob("*")))
+    eventually(lambda: any(len(path.name) == 64 for path in work.glob("*")))
     assert exports.nursery.kill(pid), "it was too fast"
     kept = [path.name for path in work.iterdir() if path.is_file() and len(path.name) == 64]
     assert kept

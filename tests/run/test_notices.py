@@ -1,26 +1,17 @@
 """Notices over real sockets: lost, repeated, out of order, of versions that never were. They are only hints."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.run.machine.tensors import ServedModel, copy_bits, equal, first_tensors, gather, train
 from tests.support.modules import ModulePort
+from tests.support.running import eventually
 from trainer_side import Publisher
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.settings import Settings
-
-DEADLINE_SECONDS = 120.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -40,7 +31,7 @@ def test_only_the_bucket_is_believed(tmp_path: Path, notices: NoticePublisher) -
         settings = Settings(bucket=url, notice=notices.address, poll_seconds=3600)
         service = ReceiverService(ModulePort(model), settings)
         service.start()
-        until(lambda: service.receiver.served_version == 0)
+        eventually(lambda: service.receiver.served_version == 0)
         served = []
         for step in range(1, 8):
             train(tensors, "sparse", step)
@@ -57,8 +48,8 @@ def test_only_the_bucket_is_believed(tmp_path: Path, notices: NoticePublisher) -
                 served.append(service.receiver.served_version or 0)
                 return served[-1] == step
 
-            until(announced)
+            eventually(announced)
             assert equal(gather([model]), copy_bits(tensors))
         assert served == sorted(served)
         service.stop()
-        service.join(DEADLINE_SECONDS)
+        service.join(120)

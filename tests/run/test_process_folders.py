@@ -24,6 +24,11 @@ OWNERS = {
 from vllm_delta_sync.process_folders import ProcessFolder
 folder = ProcessFolder().path
 """,
+    "scratch": """
+from vllm_delta_sync.run.objects import scratch_folder
+block = scratch_folder(None, "a test", 0)
+folder = block.__enter__()
+""",
     "adapter": """
 from pathlib import Path
 from vllm_delta_sync.engine.api.adapters import make_adapter
@@ -110,7 +115,7 @@ def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path,
         assert {path.stat().st_mode & 0o777 for path in (mine.path, mine.path.parent)} == {0o700}
         (mine.path / "file").touch()
     assert not list(tmp_path.iterdir())
-    for kind in ("temporary", "adapter"):
+    for kind in ("temporary", "scratch", "adapter"):
         owner = Owner(tmp_path, OWNERS[kind] + REPORT + WAIT)
         owners.append(owner)
         assert owner.is_there
@@ -118,7 +123,9 @@ def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path,
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["temporary", "API servers", pytest.param("adapter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["temporary", "scratch", "API servers", pytest.param("adapter", marks=pytest.mark.slow)]
+)
 def test_what_a_killed_process_left_is_removed_and_what_others_use_is_not(
     short: Path, owners: list[Owner], kind: str
 ) -> None:

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.support.commands import answer, kind, shown
 from tests.support.publishers import FailAt, Hooked, Trainer, nothing
-from tests.support.publishing import damage
-from tests.support.sidecars import age, copy_of, edited, held, listed
+from tests.support.sidecars import age, copy_of, edited, held, listed, spoil
 from tests.support.sidecars import bucket as bucket
 from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys, assert_signed
@@ -30,7 +29,6 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     DigestError,
     FormatError,
-    LimitError,
     NotFoundError,
     PublishError,
     SignatureError,
@@ -487,14 +485,8 @@ def test_malformed_lists_are_refused(name: str, written: Run) -> None:
 def test_other_bytes_are_refused_and_come_back_from_a_mirror(way: str, written: Run, tmp_path: Path) -> None:
     bucket, key = written.bucket, key_of(TOKENIZER)
     mirror, spoilt = copy_of(bucket, tmp_path / "mirror"), copy_of(bucket, tmp_path / "spoilt")
-    damage(spoilt.url, key)
-    error = {"damaged": DigestError, "cut": DigestError, "longer": LimitError, "lost": NotFoundError}[way]
-    if way == "damaged":
-        damage(bucket.url, key)
-    elif way == "lost":
-        bucket.delete(key)
-    else:
-        bucket.put(key, TOKENIZER[:-1] if way == "cut" else TOKENIZER + b" ")
+    spoil(spoilt, key, "damaged")
+    error = spoil(bucket, key, way)
     with pytest.raises(error, match=r"tokenizer\.json") as caught:
         written.file("tokenizer.json")
     assert key in caught.value.message
@@ -565,7 +557,7 @@ def test_a_branch_has_them_too(written: Run, tmp_path: Path) -> None:
 
 
 def test_a_branch_that_fails_takes_them_back(written: Run, tmp_path: Path) -> None:
-    damage(written.bucket.url, key_of(TOKENIZER))
+    spoil(written.bucket, key_of(TOKENIZER), "damaged")
     with pytest.raises(DigestError, match=r"tokenizer\.json"):
         branch(written, 1, str(tmp_path / "branch"))
     assert not (tmp_path / "branch").exists()

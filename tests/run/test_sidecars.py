@@ -12,8 +12,7 @@ import torch
 
 from tests.support.commands import answer, shown
 from tests.support.publishers import FailAt, Hooked, Trainer
-from tests.support.publishing import damage
-from tests.support.sidecars import STATE, age, copy_of, edited, listed, publish
+from tests.support.sidecars import STATE, age, copy_of, edited, listed, publish, spoil
 from tests.support.sidecars import bucket as bucket
 from tests.support.sidecars import held as held_below
 from tests.support.sidecars import trainer as trainer
@@ -22,9 +21,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
-    DigestError,
     FormatError,
-    LimitError,
     NotFoundError,
     PublishError,
     SignatureError,
@@ -204,14 +201,8 @@ def test_other_bytes_are_refused_and_come_back_from_a_mirror(
     publish(publisher, trainer, 1, state=STATE)
     publish(publisher, trainer, 2, state=STATE, large=bytes(70_000))
     mirror, key = copy_of(bucket, tmp_path / "mirror"), key_of(STATE)
-    if way == "damaged":
-        damage(bucket.url, key)
-    elif way == "lost":
-        bucket.delete(key)
-    else:
-        bucket.put(key, STATE[:-1] if way == "cut" else STATE + b" ")
+    error = spoil(bucket, key, way)
     run = open_run(bucket.url)
-    error = {"damaged": DigestError, "cut": DigestError, "longer": LimitError, "lost": NotFoundError}[way]
     with pytest.raises(error, match=key):
         run.sidecar(1, "state")
     with pytest.raises(error, match="sidecar 'state' of version 1"):

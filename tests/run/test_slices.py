@@ -289,45 +289,47 @@ def test_takes_the_memory_of_the_boxes_and_little_more(
     assert most[0] > WIDE.full_bytes
 
 
-@pytest.mark.parametrize(("codec", "files"), [("plain", 0), ("tiled", 1)])
-def test_boxes_that_overlap_take_a_file_only_where_tiles_need_old_bits(
-    codec: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the scratch files that are made; tiles are coded with classes, so that they need old bits."""
     monkeypatch.setattr("vllm_delta_sync.codec.tiles.classes.TABLE_BITS", -1000.0)
+    made: list[int] = []
+    real = chain_read.scratch_file
+
+    def watched(size: int) -> np.ndarray:
+        made.append(size)
+        return real(size)
+
+    monkeypatch.setattr(chain_read, "scratch_file", watched)
+    return made
+
+
+@pytest.mark.parametrize(("codec", "count"), [("plain", 0), ("tiled", 1)])
+def test_boxes_that_overlap_take_a_file_only_where_tiles_need_old_bits(
+    codec: str, count: int, tmp_path: Path, files: list[int]
+) -> None:
     made = Grove(tmp_path)
     made.publish(0.1, codec)  # type: ignore[arg-type]
-    asked: list[int] = []
-    real = chain_read.scratch_file
-    monkeypatch.setattr(chain_read, "scratch_file", lambda size: asked.append(size) or real(size))  # type: ignore[func-returns-value]
     boxes = [Box((0, 0), (30, 3), (40, 3)), Box((10, 0), (30, 3), (40, 3))]
     found = restore_boxes(made.run, made.run.manifest(1), {"a": boxes})
-    assert len(asked) == files
+    assert len(files) == count
     for box, bits in zip(boxes, found["a"], strict=True):
         assert np.array_equal(bits, box.view(made.writer.bits[1][0]).reshape(-1))
 
 
 def test_tiles_that_boxes_cut_are_read_through_a_file_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[int]
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.codec.tiles.classes.TABLE_BITS", -1000.0)
     made = Grove(tmp_path)
     made.grow("delta", "tiled", "delta")
-    asked: list[int] = []
-    real = chain_read.scratch_file
-
-    def watched(size: int) -> np.ndarray:
-        asked.append(size)
-        return real(size)
-
-    monkeypatch.setattr(chain_read, "scratch_file", watched)
     with caplog.at_level(logging.INFO, logger="vllm_delta_sync"):
         found = restore_boxes(made.run, made.run.manifest(3), {"a": [Box.all_of((40, 3))], "d": []})
         assert np.array_equal(found["a"][0], made.writer.bits[3][0])
-        assert not asked
+        assert not files
         assert "in a temporary file" not in caplog.text
         found = restore_boxes(made.run, made.run.manifest(3), {"a": [Box((16, 0), (2, 3), (40, 3))], "d": []})
     assert np.array_equal(found["a"][0], made.writer.bits[3][0][48:54])
     assert found["d"] == []
-    assert len(asked) == 1
-    assert asked[0] >= TABLE.full_bytes
+    assert len(files) == 1
+    assert files[0] >= TABLE.full_bytes
     assert "rebuilding all of version 3 in a temporary file" in caplog.text

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,13 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.run.machine.killed_export import TABLE as LARGE_TABLE
-from tests.run.machine.nursery import Nursery
 from tests.support.chains import Chain
 from tests.support.commands import answer, kind, shown
-from tests.support.exporting import expected, names
+from tests.support.exporting import expected
 from tests.support.marked import MarkedChain
-from tests.support.slime_folders import folder_of, index_of, is_delta, rebuilt
+from tests.support.slime_folders import deltas, folder_of, index_of, rebuilt, versions
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.written import Written
 from trainer_side import Publisher
@@ -27,12 +24,9 @@ from vllm_delta_sync import FollowedVersion, follow, open_run
 from vllm_delta_sync.errors import ChainError, UnsupportedError, UsageError
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec, TensorTable
 from vllm_delta_sync.maintenance import slime_folder
-from vllm_delta_sync.maintenance.follow_folder import WORK_NAME
 from vllm_delta_sync.maintenance.tags import set_tag
 
 READERS = Path(".venv/slime-readers").resolve()
-KILLS = [pytest.param(8, 6, 3), pytest.param(40, 30, 15, marks=pytest.mark.slow)]
-"""Versions; in how many a kill is tried; and how many must have happened."""
 
 
 @pytest.fixture
@@ -52,14 +46,6 @@ def once(chain: Chain, out: Path, **options: Any) -> FollowedVersion | None:
         assert rebuilt(out, version) == expected(chain.table, chain.bits[version])
     assert len(updates) <= 1
     return updates[0] if updates else None
-
-
-def versions(out: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("weight_v")) for path in out.glob("weight_v*"))
-
-
-def deltas(out: Path) -> list[int]:
-    return [version for version in versions(out) if is_delta(folder_of(out, version))]
 
 
 # Versions
@@ -242,39 +228,7 @@ def test_a_tag_that_moves_back_is_refused(chain: Chain, out: Path) -> None:
     assert versions(out)[-1] == 3
 
 
-# Killed, damaged, refused
-
-
-@pytest.mark.parametrize(("count", "kills", "least"), KILLS)
-def test_killed_at_random_it_shows_whole_versions(
-    tmp_path: Path, out: Path, campaign_seed: int | None, count: int, kills: int, least: int
-) -> None:
-    """Before a random change of names in a folder."""
-    chance = random.Random(campaign_seed or 0)
-    written = Written(tmp_path / "run", 0, 11, LARGE_TABLE)
-    nursery = Nursery("tests.run.machine.killed_follow", tmp_path)
-    targets = chance.sample(range(count), kills)
-    killed = 0
-
-    def check() -> None:
-        for version in versions(out)[-1:]:  # which is rebuilt from the others
-            assert rebuilt(out, version) == expected(LARGE_TABLE, written.writer.bits[version])
-
-    for version in range(count):
-        if version:
-            written.publish(0.02, full=[version % 24] if version % 7 == 0 else ())
-        if version in targets:
-            killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 12), "slime"))
-            check()
-            if chance.random() < 0.3 and version < count - 1:
-                continue  # the next one finds what this one left
-        assert not nursery.end(nursery.begin(tmp_path, 0, "slime"))
-        check()
-        assert versions(out)[-1] == version
-    nursery.close()
-    assert killed >= least
-    assert deltas(out)
-    assert names(out / WORK_NAME) == ["handled", "lock"]
+# Refused
 
 
 def test_one_folder_has_one_format(chain: Chain, out: Path, tmp_path: Path) -> None:

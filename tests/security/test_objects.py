@@ -185,31 +185,29 @@ def empty_tables(numel: int) -> bytes:
     return zstandard.ZstdCompressor().compress(bytes(2523 + 4 * grid_of((numel,)).tiles))
 
 
-def test_a_small_version_whose_object_carries_a_hundred_million_elements(reader: Reader, tmp_path: Path) -> None:
-    url = huge_run(tmp_path / "run", 2**33, 1, 10**8, empty_tables(2**33))
+NO_TILE = empty_tables(2**33)
+LYING_FRAME = MAGIC + b"\xc0\x50" + (2**33).to_bytes(8, "little") + b"\x01\0\0"
+HUGE: dict[str, tuple[tuple[int, int, int, bytes], str, str]] = {
+    "carries more than it says": ((2**33, 1, 10**8, NO_TILE), "format", "carry 100000000 elements"),
+    # Each changed element takes a bit, at least.
+    "more changes than bits": ((2**33, 10**8, 10**8, NO_TILE), "format", ""),
+    "every element in no bits": ((2**33, 2**33, 2**33, NO_TILE), "format", ""),
+    "a frame beyond its bytes": ((2**33, 1, 1, LYING_FRAME), "limit", "MAX_ZSTD_RATIO"),
+    "billions of tiles, few tables": (
+        (2**48, 1, 1, zstandard.ZstdCompressor().compress(bytes(10**6))),
+        "format",
+        "too few for the tiles",
+    ),
+}
+"""Elements of the tensor, how many change, how many are carried, tables; the error's kind, and what it says."""
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_small_object_that_stands_for_a_huge_change(name: str, reader: Reader, tmp_path: Path) -> None:
+    run, kind, said = HUGE[name]
+    url = huge_run(tmp_path / "run", *run)
     for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
-        assert "carry 100000000 elements" in reader.refused(*door, kind="format")
-
-
-@pytest.mark.parametrize("count", [10**8, 2**33])
-def test_a_version_that_says_it_changes_more_than_its_bits_can_hold(count: int, reader: Reader, tmp_path: Path) -> None:
-    """Each changed element takes a bit, at least."""
-    url = huge_run(tmp_path / "run", 2**33, count, count, empty_tables(2**33))
-    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
-        reader.refused(*door, kind="format")
-
-
-def test_a_frame_that_declares_more_than_its_bytes_can_hold(reader: Reader, tmp_path: Path) -> None:
-    frame = MAGIC + b"\xc0\x50" + (2**33).to_bytes(8, "little") + b"\x01\0\0"
-    url = huge_run(tmp_path / "run", 2**33, 1, 1, frame)
-    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
-        assert "MAX_ZSTD_RATIO" in reader.refused(*door, kind="limit")
-
-
-def test_a_tensor_of_billions_of_tiles_and_tables_of_few(reader: Reader, tmp_path: Path) -> None:
-    url = huge_run(tmp_path / "run", 2**48, 1, 1, zstandard.ZstdCompressor().compress(bytes(10**6)))
-    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
-        assert "too few for the tiles" in reader.refused(*door, kind="format")
+        assert said in reader.refused(*door, kind=kind)
 
 
 # Blocks, positions and sizes

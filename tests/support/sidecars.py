@@ -11,6 +11,7 @@ import pytest
 from tests.support.publishers import Hooked, Trainer, small_trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.errors import DeltaSyncError, DigestError, LimitError, NotFoundError
 
 STATE = b'{"learning_rate":1e-4,"step":7}'
 
@@ -54,6 +55,16 @@ def copy_of(bucket: Bucket, folder: Path) -> Bucket:
     for item in bucket.list():
         mirror.put(item.key, bucket.get(item.key))
     return mirror
+
+
+def spoil(bucket: Bucket, key: str, way: str) -> type[DeltaSyncError]:
+    """Make other bytes of an object: damaged, cut, longer or lost. Returns the error of who reads it."""
+    data = bucket.get(key)
+    if way == "lost":
+        bucket.delete(key)
+    else:
+        bucket.put(key, {"damaged": data[:-1] + b"?", "cut": data[:-1], "longer": data + b" "}[way])
+    return {"longer": LimitError, "lost": NotFoundError}.get(way, DigestError)
 
 
 def age(folder: Path, seconds: float = 24 * 3600) -> None:

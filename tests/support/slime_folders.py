@@ -27,6 +27,14 @@ def is_delta(folder: Path) -> bool:
     return "delta_encoding" in index_of(folder)["metadata"]
 
 
+def versions(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("weight_v")) for path in root.glob("weight_v*"))
+
+
+def deltas(root: Path) -> list[int]:
+    return [version for version in versions(root) if is_delta(folder_of(root, version))]
+
+
 def tensors_in(folder: Path, names: set[str]) -> dict[str, bytes]:
     """Name → bytes of all tensors in these files, which must be all of the folder's."""
     assert names == {path.name for path in folder.glob("*.safetensors")}

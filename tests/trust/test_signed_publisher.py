@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.support.forge import FORGERIES, forge
 from tests.support.publishers import FailAt, Hooked, Trainer, small_trainer
@@ -83,13 +84,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def signed_run(folder: Path, keys: Keys, trainer: Trainer, versions: int) -> Run:
+    """A run with so many versions after version 0, whose publisher has ended."""
+    with Publisher(trainer.live, str(folder), signing_key=keys.private("a"), merge=False, codec="plain") as publisher:
+        publish(publisher, trainer, versions)
+    return Run(open_bucket(str(folder)), keys.ring("a"))
+
+
 # What is written
 
 
 def test_a_signed_manifest_needs_no_other_to_be_tagged(folder: Path, keys: Keys, trainer: Trainer) -> None:
     """Its signature shows that it was not altered; without trusted keys only the manifest after it does."""
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
-        publish(publisher, trainer, 3)
+    signed_run(folder, keys, trainer, 3)
     (folder / version_key(2)).write_bytes(b"{")
     with pytest.raises(ChainError, match="version 2"):
         set_tag(Run(open_bucket(str(folder))), "best", 1)
@@ -98,8 +105,12 @@ def test_a_signed_manifest_needs_no_other_to_be_tagged(folder: Path, keys: Keys,
 
 
 def test_every_document_is_signed(folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    save_file(trainer.live, tmp_path / "base" / "model.safetensors")
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key, anchor_every=2, codec="plain") as publisher:
+    with Publisher(
+        trainer.live, str(folder), tmp_path / "base", signing_key=key, anchor_every=2, codec="plain"
+    ) as publisher:
         publish(publisher, trainer, 3)
         publisher.tag("best", 2, milestone=True)
         publisher.anchor()
@@ -123,19 +134,10 @@ def test_every_document_is_signed(folder: Path, keys: Keys, trainer: Trainer, tm
     readers = keys.readers("a")
     report = Run(open_bucket(str(folder)), readers).verify()
     assert (report.head, report.replayed) == (6, True)
+    assert run.manifest(0).kind == "reference"
     assert Run(open_bucket(made.bucket.url), readers).head().fingerprint == run.manifest(2).fingerprint
     newest, head = run.head(), head_of(folder)
     assert (head.version, head.manifest, head.epoch, head.parent) == (6, newest.digest, 1, newest.parent)
-
-
-def test_base_is_referred_to_by_a_signed_version(folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    (tmp_path / "base").mkdir()
-    save_file(trainer.live, tmp_path / "base" / "model.safetensors")
-    Publisher(trainer.live, str(folder), tmp_path / "base", signing_key=keys.private("a")).close()
-    assert Manifest.from_bytes((folder / version_key(0)).read_bytes()).kind == "reference"
-    assert_all_signed(folder, keys.hex("a"))
 
 
 def test_without_a_key_nothing_is_signed_and_head_has_no_end(folder: Path, trainer: Trainer) -> None:
@@ -169,8 +171,7 @@ def test_unsigned_run_is_not_gone_on_with(folder: Path, keys: Keys, trainer: Tra
 
 
 def test_signed_run_is_not_gone_on_with_without_a_key(folder: Path, keys: Keys, trainer: Trainer) -> None:
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
-        publish(publisher, trainer)
+    signed_run(folder, keys, trainer, 1)
     refuse(folder, trainer, SignatureError, "is signed.*signing_key=")
     # Nor without the signature of the newest version, or that of run.json.
     for key in (version_key(1), RUN_KEY):
@@ -181,8 +182,7 @@ def test_signed_run_is_not_gone_on_with_without_a_key(folder: Path, keys: Keys, 
 
 
 def test_key_that_does_not_fit_takes_nothing_over(folder: Path, keys: Keys, trainer: Trainer) -> None:
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
-        publish(publisher, trainer)
+    signed_run(folder, keys, trainer, 1)
     refuse(
         folder, trainer, SignatureError, f"signing_key {keys.hex('b')[:16]} is not among trusted_keys",
         signing_key=keys.private("b"), trusted_keys=[keys.public("a")],
@@ -195,12 +195,6 @@ def test_key_that_does_not_fit_takes_nothing_over(folder: Path, keys: Keys, trai
 
 
 # What lies beside the chain
-
-
-def signed_run(folder: Path, keys: Keys, trainer: Trainer, versions: int) -> Run:
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a"), merge=False, codec="plain") as publisher:
-        publish(publisher, trainer, versions)
-    return Run(open_bucket(str(folder)), keys.ring("a"))
 
 
 @pytest.mark.parametrize(("by", "forger"), [("compact", None), ("upkeep", "stranger")])
@@ -479,8 +473,7 @@ def test_newest_version_of_a_stranger_is_not_built_upon(
     write: Callable[[Path, Keys], None], remove: int, folder: Path, keys: Keys, trainer: Trainer
 ) -> None:
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
-        publish(publisher, trainer, 2)
+    signed_run(folder, keys, trainer, 2)
     write(folder, keys)
     last = remove - 1
     refuse(
@@ -499,8 +492,7 @@ def test_newest_version_of_a_stranger_is_not_built_upon(
 @pytest.mark.parametrize("base", [0, 1])
 def test_older_version_of_a_stranger_is_not_built_upon(base: int, folder: Path, keys: Keys, trainer: Trainer) -> None:
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key, merge=False) as publisher:
-        publish(publisher, trainer, 3)
+    signed_run(folder, keys, trainer, 3)
     honest = (folder / version_key(base)).read_bytes()
     sign_file(folder, version_key(base), Manifest, keys.ring("stranger"))
     before = stored(folder)
@@ -515,9 +507,7 @@ def test_older_version_of_a_stranger_is_not_built_upon(base: int, folder: Path, 
 def test_lost_objects_of_a_signed_version_are_begun_anew_behind(folder: Path, keys: Keys, trainer: Trainer) -> None:
     """That manifest is believed, and what is committed behind it are the trainer's own weights."""
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key, merge=False) as publisher:
-        publish(publisher, trainer, 2)
-    newest = Run(open_bucket(str(folder))).head()
+    newest = signed_run(folder, keys, trainer, 2).head()
     (folder / newest.objects[0].key).unlink()
     with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
         assert publisher.version == 3
@@ -528,11 +518,10 @@ def test_lost_objects_of_a_signed_version_are_begun_anew_behind(folder: Path, ke
 
 def test_forged_head_is_written_again(folder: Path, keys: Keys, trainer: Trainer) -> None:
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
-        publish(publisher, trainer, 2)
+    run = signed_run(folder, keys, trainer, 2).info.run
     for version in (0, 2, 7):
         manifest = sha256(b"?").hexdigest()
-        (folder / HEAD_KEY).write_bytes(Head(run=publisher.run, version=version, manifest=manifest).to_bytes())
+        (folder / HEAD_KEY).write_bytes(Head(run=run, version=version, manifest=manifest).to_bytes())
         sign_file(folder, HEAD_KEY, Head, keys.ring("stranger"))
         with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
             assert_all_signed(folder, keys.hex("a"))
@@ -578,8 +567,7 @@ def test_last_commit_of_the_former_writer_is_adopted_if_it_is_signed(
 
 def test_forged_last_commit_is_not_adopted(folder: Path, keys: Keys, trainer: Trainer) -> None:
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
-        publish(publisher, trainer)
+    signed_run(folder, keys, trainer, 1)
     later = Publisher(trainer.live, str(folder), signing_key=key)
     forge(folder)
     sign_file(folder, version_key(2), Manifest, keys.ring("stranger"))
