@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,6 +13,7 @@ from tests.support.hub_buckets import ID
 from tests.support.hub_store import Hub
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
+from tests.support.store_faults import failing_put
 from vllm_delta_sync.bucket import StoreOptions, conditional_put, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run, open_run
@@ -135,26 +135,13 @@ def test_a_version_that_is_damaged_or_lies_before_a_damaged_manifest_has_no_bran
         assert not (tmp_path / "branch").exists()
 
 
-def failing(key: str, late: bool, error: BaseException) -> Any:
-    """Let the put of one key fail: before it happens, or after."""
-    real = LocalBucket.put
-
-    def put(bucket: LocalBucket, at: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        if late or at != key:
-            real(bucket, at, data, if_absent=if_absent)
-        if at == key:
-            raise error
-
-    return mock.patch.object(LocalBucket, "put", put)
-
-
 @pytest.mark.parametrize(("late", "error"), [(False, StoreError("full")), (True, KeyboardInterrupt())])
 @pytest.mark.parametrize("key", [keys.RUN_KEY, keys.TABLE_KEY, keys.version_key(0)])
 def test_a_branch_that_fails_is_taken_back(
     source: Source, tmp_path: Path, key: str, error: BaseException, late: bool
 ) -> None:
     run, _ = source
-    with failing(key, late, error), pytest.raises(type(error)):
+    with failing_put(key, late, error), pytest.raises(type(error)):
         branch(run, 9, str(tmp_path / "branch"))
     assert files(tmp_path / "branch") == []
     assert run.tags() == {}
@@ -163,7 +150,7 @@ def test_a_branch_that_fails_is_taken_back(
 
 def test_a_branch_without_a_head_file_stands(source: Source, tmp_path: Path) -> None:
     run, _ = source
-    with failing(keys.HEAD_KEY, False, StoreError("full")):
+    with failing_put(keys.HEAD_KEY, False, StoreError("full")):
         made = branch(run, 9, str(tmp_path / "branch"))
     assert made.head().version == 0
     assert len(run.tags()) == 1
@@ -172,7 +159,7 @@ def test_a_branch_without_a_head_file_stands(source: Source, tmp_path: Path) -> 
 def test_where_nobody_knows_whether_the_branch_stands_its_tag_stays(source: Source, tmp_path: Path) -> None:
     run, _ = source
     with (
-        failing(keys.version_key(0), True, StoreError("timed out")),
+        failing_put(keys.version_key(0), True, StoreError("timed out")),
         mock.patch.object(LocalBucket, "delete", side_effect=StoreError("gone")),
         pytest.raises(StoreError),
     ):

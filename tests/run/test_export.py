@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.support.chains import TABLE, Chain
-from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.commands import answer, delta_sync, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
 from tests.support.marked import REASON, MarkedChain
 from tests.support.samples import every_dtype_table
@@ -690,34 +690,6 @@ def test_the_command_says_what_is_missing(chain: Chain, tmp_path: Path) -> None:
     (base / "tokenizer.model").write_bytes(b"")
     said = shown(*export_to, "--bucket", chain.url, "--base", base)
     assert "wrote only config.json, tokenizer.model" in said
-
-
-def test_exit_codes(chain: Chain, tmp_path: Path) -> None:
-    """What is no command line is tried in ``tests/cli/test_cli.py``."""
-    signers = Keys(tmp_path / "keys")
-    signed = Chain(tmp_path, "signed", keyring=signers.ring("trainer"))
-    signed.inside(signed.fresh())
-    signed.grow()
-    out, bucket = tmp_path / "out", ("--bucket", chain.url)
-    trust = ("--bucket", signed.url, "--trusted-keys")
-    cases: list[tuple[int, str, tuple[object, ...]]] = [
-        (2, "usage", (*bucket, "--to", tmp_path / "keys")),
-        (2, "usage", (*bucket, "--to", chain.folder / "run.json")),
-        (3, "not_found", (*bucket, "--to", out, "--version", "17")),
-        (3, "not_found", (*bucket, "--to", out, "--version", "tag:best")),
-        (3, "not_found", (*bucket, "--to", out, "--base", tmp_path / "never")),
-        (3, "not_found", ("--bucket", tmp_path / "never", "--to", out)),
-        (4, "store", (*bucket, "--to", "/proc/never/out")),
-        (1, "signature", (*trust, signers.public("somebody"), "--to", out)),
-    ]
-    for code, error, arguments in cases:
-        assert kind(code, "export", *arguments) == error
-    assert not out.exists()
-    assert delta_sync("export", *trust, signers.public("trainer"), "--to", out).code == 0
-    assert held(out) == expected(TABLE, signed.bits[1])
-    chain.damage(chain.manifests[1])
-    assert delta_sync("export", *bucket, "--to", out, "--version", "1").code == 1
-    assert held(out) == expected(TABLE, signed.bits[1])
 
 
 @pytest.mark.parametrize("size", [(24, 80), (0, 0)])

@@ -219,6 +219,7 @@ def test_what_goes_and_what_stays(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     grown.bucket.put("objects/README.txt", b"not ours")
     grown.bucket.put("merged/notes.json", b"not ours")
+    grown.bucket.put(keys.file_key("ab" * 32), b"a file of the model")
     grown.memory.clock += 2 * HOUR
     manifests = {key for key in grown.memory.held if not key.startswith(("objects/", "merged/"))}
     before = sum(map(len, without_claims(grown.memory).values()))

@@ -11,7 +11,7 @@ from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.running import counted
 from tests.support.samples import RunWriter, nudge, random_bits, state_of
-from tests.support.written import SMALL, Written, reference_run, save_base
+from tests.support.written import SMALL, Written, save_base
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError, NotFoundError
@@ -249,20 +249,6 @@ def test_a_dry_run_writes_nothing_and_says_the_same(whole: Whole) -> None:
     assert repair(whole.run, mirror=mirror) == dry
     assert dry.lost == []
     assert_whole(whole)
-
-
-def test_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
-    run, bits = reference_run(tmp_path / "run", "/nowhere/base")
-    save_base(tmp_path / "base", bits[0])
-    lost = run.manifest(2).objects[0].key
-    data = run.bucket.get(lost)
-    run.bucket.delete(lost)
-    report = repair(run, base=tmp_path / "base")
-    assert (report.repaired, report.unreadable) == ([], [2])
-    mirror = open_bucket(tmp_path / "mirror")
-    mirror.put(lost, data)
-    assert repair(run, mirror=mirror.url, base=tmp_path / "base").lost == []
-    assert np.array_equal(run.snapshot(base=tmp_path / "base").bits[0], bits[2][0])
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 4, 7, 11])

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +12,16 @@ from transformers import AutoTokenizer
 
 from tests.support.commands import answer, kind, shown
 from tests.support.publishers import FailAt, Hooked, Trainer, nothing
-from tests.support.sidecars import age, copy_of, edited, held, listed, spoil
 from tests.support.sidecars import bucket as bucket
+from tests.support.sidecars import copy_of, edited, held, listed, spoil
 from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys, assert_signed
+from tests.support.store_faults import failing_put
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
 from tests.support.trainers import trainer_of
 from trainer_side import Publisher, run_files
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ConflictError,
@@ -38,7 +37,6 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
 from vllm_delta_sync.format.manifest import FILES_PREFIX, RUN_KEY, TABLE_KEY, RunInfo, file_key, version_key
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.run.model_files import write_files
 
@@ -527,20 +525,6 @@ def test_a_signature_covers_them_in_branches_too(bucket: Hooked, trainer: Traine
         open_run(bucket.url, readers)
 
 
-def test_a_collection_leaves_them(written: Run, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        for step in range(2, 6):
-            trainer.step()
-            publisher.publish(step, wait=True)
-        publisher.anchor()
-    age(bucket.folder)
-    assert collect(open_run(bucket.url), RetentionPolicy(keep_last=1, min_age=0.0)).objects, (
-        "there was something to collect"
-    )
-    assert kept(bucket.url) == SMALL
-    assert open_run(bucket.url).verify().files == 2
-
-
 # Branches
 
 
@@ -563,20 +547,10 @@ def test_a_branch_that_fails_takes_them_back(written: Run, tmp_path: Path) -> No
     assert not (tmp_path / "branch").exists()
     assert written.tags() == {}
     written.bucket.put(key_of(TOKENIZER), TOKENIZER)
-    put = LocalBucket.put
     for late in (False, True):
         for key in (key_of(TOKENIZER), version_key(0)):
-            fail = FailAt(key)
-
-            def failing(bucket: LocalBucket, at: str, *rest: Any, late: bool = late, **options: Any) -> None:
-                if late:
-                    put(bucket, at, *rest, **options)
-                fail(at)  # noqa: B023
-                put(bucket, at, *rest, **options)
-
-            with mock.patch.object(LocalBucket, "put", failing), pytest.raises(StoreError, match="injected"):
+            with failing_put(key, late, StoreError("injected")), pytest.raises(StoreError, match="injected"):
                 branch(written, 1, str(tmp_path / "branch"))
-            assert fail.fired
             assert [path for path in (tmp_path / "branch").rglob("*") if path.is_file()] == []
             assert written.tags() == {}
     assert branch(written, 1, str(tmp_path / "branch")).verify().files == 2

@@ -333,21 +333,6 @@ def test_any_number_of_viewers_is_one_read() -> None:
     assert len(reads) == 1
 
 
-def test_no_read_begins_while_it_may_not() -> None:
-    reads: list[int] = []
-
-    def read() -> dict[str, Any]:
-        reads.append(1)
-        return {}
-
-    background = BackgroundReader(read, seconds=0)
-    for _ in range(5):
-        background.latest(may_read=False)
-    assert reads == []
-    background.wait(60)
-    assert reads == [1]
-
-
 def test_a_failed_read_keeps_what_was_read_before() -> None:
     answers: list[Any] = [{"number": 1}, FormatError("damaged"), ZeroDivisionError("bug"), {"number": 2}]
 

@@ -206,16 +206,6 @@ def test_transformers_loads_whole_ones(tmp_path: Path, out: Path, one_thread: No
 # Back
 
 
-def test_old_weights_get_a_new_number(chain: Chain, out: Path) -> None:
-    """Rolling back is publishing the old weights again: readers take higher numbers only."""
-    once(chain, out)
-    chain.grow(2)
-    once(chain, out)
-    chain.delta(chain.bits[1], base=1)
-    once(chain, out)
-    assert rebuilt(out, 3) == rebuilt(out, 1) != rebuilt(out, 2)
-
-
 def test_a_tag_that_moves_back_is_refused(chain: Chain, out: Path) -> None:
     chain.grow(3)
     run = open_run(chain.url)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextvars import Context
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from unittest import mock
 
 from pydantic import PrivateAttr
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
+from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
@@ -172,3 +174,16 @@ class ReportingBucket(BucketMiddleware):
         for start in range(0, size, self._piece):
             report_bytes(min(self._piece, size - start))
             self._pause(min(start + self._piece, size))
+
+
+def failing_put(key: str, late: bool, error: BaseException) -> Any:
+    """Let the put of one key into a folder fail: before it happens, or after."""
+    real = LocalBucket.put
+
+    def put(bucket: LocalBucket, at: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        if late or at != key:
+            real(bucket, at, data, if_absent=if_absent)
+        if at == key:
+            raise error
+
+    return mock.patch.object(LocalBucket, "put", put)
