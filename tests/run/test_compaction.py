@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 
 from tests.support.damage import TABLE as SMALL
+from tests.support.store_faults import asked_of
 from tests.support.written import TABLE, Written, assert_bits, reference_run, save_base
-from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader as reading
@@ -496,18 +496,7 @@ def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
 def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
     written = make(tmp_path, 3)
     run = written.run
-    calls: list[str] = []
-
-    class Counted(type(run.bucket)):  # type: ignore[misc]
-        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-            calls.append(prefix)
-            return super().list(prefix)  # type: ignore[no-any-return]
-
-        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-            calls.append(key)
-            return super().get(key, max_bytes=max_bytes)  # type: ignore[no-any-return]
-
-    run.bucket = Counted(written.folder)
+    calls = asked_of(run.bucket, "list", "get")
     maintain(run, written.writer.manifests[3])
     assert calls == [side.TAGS_PREFIX]
     maintain(run, written.publish(share=0.001))

@@ -10,6 +10,7 @@ import torch
 from tests.support.chains import Chain
 from tests.support.commands import answer, kind, refusal, shown
 from tests.support.fleet_run import FleetRun
+from tests.support.store_faults import asked_of
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import fleet as cli_fleet
@@ -136,16 +137,9 @@ def test_heartbeats_that_did_not_change_are_read_once(world: FleetRun, monkeypat
     fleet.poll()
     world.bucket.now += 5
     world.heartbeat("r4", 1)
-    reads: list[str] = []
-    get = world.bucket.get
-
-    def counted(key: str, *, max_bytes: int | None = None) -> bytes:
-        reads.append(key)
-        return get(key, max_bytes=max_bytes)
-
+    reads = asked_of(world.bucket, "get")
     listed = [*world.bucket.list(side.HEARTBEATS_PREFIX)]
     monkeypatch.setattr(world.bucket, "list", lambda prefix: iter(listed))
-    monkeypatch.setattr(world.bucket, "get", counted)
     assert [replica.heartbeat.served for replica in fleet.poll()] == [1, 1, 1, 1, 1]
     assert reads == [side.heartbeat_key("r4")]
 

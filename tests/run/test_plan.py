@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.damage import TABLE
 from tests.support.samples import state_of
+from tests.support.store_faults import asked_of
 from tests.support.written import Written, assert_bits
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
@@ -46,14 +46,7 @@ def grow(tree: Written, count: int) -> None:
     tree.deltas(*["plain"] * count)
 
 
-def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
-    """Put a document with other fields."""
-    forged = document.model_copy(update=fields)
-    forged._raw = None
-    tree.bucket.put(key, forged.to_bytes())
-
-
-def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written) -> None:
     grow(tree, 75)
     tree.merged_deltas()
     steps = find_steps(tree.run, 3, 75)
@@ -63,14 +56,8 @@ def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monk
     for held in range(0, 75, 12):
         # Three ranges of each length up to the longest that fits, and three on the way down.
         assert len(find_steps(tree.run, held, 75)) <= 6 * (math.log(75 - held, MERGE_WIDTH) + 1)
-    run, read = tree.run, []
-    get = run.bucket.get
-
-    def counted(key: str, *, max_bytes: int | None = None) -> bytes:
-        read.append(key)
-        return get(key, max_bytes=max_bytes)
-
-    monkeypatch.setattr(run.bucket, "get", counted)
+    run = tree.run
+    read = asked_of(run.bucket, "get")
     assert len(ReadPlanner(run).path(1, 69)) == 11
     assert len(read) <= 16
 
@@ -127,7 +114,7 @@ def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
     tree.merged_deltas()
     tree.bucket.put(side.merged_delta_key(0, 16), b"{}")
     assert spans(find_steps(tree.run, 0, 17)) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 17)]
-    forge(tree, side.merged_delta_key(4, 8), tree.run.merged_delta(4, 8), last_manifest="ab" * 32)
+    tree.forge(side.merged_delta_key(4, 8), tree.run.merged_delta(4, 8), last_manifest="ab" * 32)
     steps = find_steps(tree.run, 0, 17)
     assert spans(steps) == [(0, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 12), (12, 16), (16, 17)]
     expect(tree, steps, 0, 17)
@@ -137,7 +124,7 @@ def test_of_two_ranges_that_disagree_the_version_between_tells_which_is_wrong(tr
     """Though the version at the other end of one of them is lost, and those inside it."""
     grow(tree, 12)
     tree.merged_deltas()
-    forge(tree, side.merged_delta_key(8, 12), tree.run.merged_delta(8, 12), first_manifest="ab" * 32)
+    tree.forge(side.merged_delta_key(8, 12), tree.run.merged_delta(8, 12), first_manifest="ab" * 32)
     for version in range(4, 8):
         tree.lose(keys.version_key(version))
     steps = find_steps(tree.run, 12, 0)
@@ -150,7 +137,7 @@ def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> No
     grow(tree, 4)
     avoid = {keys.version_key(2)} if how == "lost" else set()
     if how == "rewritten":
-        forge(tree, keys.version_key(2), tree.run.manifest(2), step=7)
+        tree.forge(keys.version_key(2), tree.run.manifest(2), step=7)
     with pytest.raises(GapError, match=f"version 2 {'is damaged or missing' if how == 'lost' else 'has digest'}"):
         find_steps(tree.run, 0, 4, avoid)
     tree.writer.merge(1, 2)
@@ -162,7 +149,7 @@ def test_manifest_that_the_next_one_contradicts_hides_no_merged_delta(tree: Writ
     grow(tree, 9)
     tree.merged_deltas()
     tree.beside(2)
-    forge(tree, keys.version_key(4), tree.run.manifest(4), step=7)
+    tree.forge(keys.version_key(4), tree.run.manifest(4), step=7)
     found = plan_read(tree.run, tree.run.manifest(8), {keys.version_key(7)})
     assert (found.root.key, spans(found.steps)) == (keys.version_key(0), [(0, 4), (4, 8)])
     expect(tree, found.steps, 0, 8)
@@ -237,19 +224,11 @@ def test_what_retention_says_is_gone_is_not_planned_once_an_anchor_was_bad(tree:
         plan_read(tree.run, tree.run.head())
 
 
-def test_the_next_version_needs_no_listing_and_a_few_need_a_narrow_one(
-    tree: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_version_needs_no_listing_and_a_few_need_a_narrow_one(tree: Written) -> None:
     grow(tree, 27)
     tree.merged_deltas()
-    run, listed = tree.run, list[str]()
-    list_all = run.bucket.list
-
-    def noted(prefix: str = "") -> Any:
-        listed.append(prefix)
-        return list_all(prefix)
-
-    monkeypatch.setattr(run.bucket, "list", noted)
+    run = tree.run
+    listed = asked_of(run.bucket, "list")
     planner = ReadPlanner(run)
     planner.add_manifests(run.manifest(20), run.manifest(21))
     assert spans(planner.path(20, 21)) == [(20, 21)]
@@ -297,14 +276,8 @@ def test_reading_ahead_changes_no_path_and_reads_nothing_twice(tmp_path: Path) -
     written.merged_deltas()
 
     def path(start: int, target: int, is_remote: bool) -> tuple[list[str], list[str]]:
-        run, read = written.run, list[str]()
-        get = run.bucket.get
-
-        def noted(key: str, **limits: Any) -> bytes:
-            read.append(key)
-            return get(key, **limits)
-
-        run.bucket.get = noted  # type: ignore[method-assign]
+        run = written.run
+        read = asked_of(run.bucket, "get")
         run._prefetcher.is_remote = is_remote
         steps = [step.key for step in ReadPlanner(run).path(start, target)]
         return steps, sorted(read)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +45,6 @@ def expect(run: Run, tree: Written, version: int | str | None, right: int) -> No
         assert np.array_equal(bits_of(held[spec.name]), tree.writer.bits[right][tensor])
 
 
-def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
-    forged = document.model_copy(update=fields)
-    forged._raw = None
-    tree.bucket.put(key, forged.to_bytes())
-
-
 def test_any_version_by_number_tag_or_head(tree: Written) -> None:
     for version in range(10):
         expect(tree.run, tree, version, version)
@@ -65,7 +58,7 @@ def test_any_version_by_number_tag_or_head(tree: Written) -> None:
         with pytest.raises(kind):
             tree.run.snapshot(absent)
     # The tag of a version that was rewritten is refused.
-    forge(tree, side.tag_key("best"), tree.run.tag("best"), version=5)
+    tree.forge(side.tag_key("best"), tree.run.tag("best"), version=5)
     with pytest.raises(ChainError, match="best"):
         tree.run.snapshot("tag:best")
 
@@ -110,7 +103,7 @@ def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
     for version in (9, 2, 1):
         expect(tree.run, tree, version, version)
     # An anchor is taken for its own version only.
-    forge(tree, side.anchor_key(6), tree.run.anchor(2), version=6)
+    tree.forge(side.anchor_key(6), tree.run.anchor(2), version=6)
     expect(tree.run, tree, 6, 6)
     tree.lose(side.anchor_key(6))
     tree.flip(tree.run.anchor(2).objects[0].key)

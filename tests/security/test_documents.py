@@ -237,15 +237,6 @@ def test_documents_of_a_tebibyte_that_nobody_needs(reader: Reader, written: Writ
     assert {*names, version_key(2)} <= {key for key, _, _ in reader.reads("findings", written.folder)}
 
 
-def test_head_far_away(reader: Reader, written: Written) -> None:
-    edit(written.folder, HEAD_KEY, lambda head: head.update(version=FAR))
-    reader.refused("head", written.folder, kind="not_found")
-    reader.refused("verify", written.folder, kind=("not_found", "chain"))
-    assert HEAD_KEY in {key for key, _, _ in reader.reads("findings", written.folder)}
-    assert open_run(str(written.folder)).reachable_head()[0].version == 4
-    untouched(reader, written)
-
-
 def test_a_manifest_far_away(reader: Reader, written: Written) -> None:
     """Nobody looks for the ten billion versions that would have to be before it."""
     for data in (b"{}", (written.folder / version_key(4)).read_bytes()):

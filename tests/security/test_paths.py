@@ -108,16 +108,6 @@ def test_keys_in_folded_ranges_and_anchors(reader: Reader, written: Written, tmp
     untouched(reader, written)
 
 
-@pytest.mark.usefixtures("secret")
-def test_keys_that_a_bucket_is_asked_for(reader: Reader, written: Written) -> None:
-    for key in KEYS.values():
-        assert SECRET not in reader.refused("get", written.folder, key, kind="usage")
-    for name in ("another name", "upper case"):
-        reader.refused("get", written.folder, ODD_KEYS[name], kind="not_found")
-    # Else nothing of this is shown: one that is there is read.
-    assert bytes.fromhex(reader.reads("get", written.folder, "run.json")).startswith(b"{")
-
-
 def test_the_digest_in_head(reader: Reader, written: Written) -> None:
     for digest in ("../../../../etc/passwd", DIGEST.upper(), DIGEST + "\n", "０" * 64, "", DIGEST[1:]):
         edit(written.folder, HEAD_KEY, lambda value: value.update(manifest=digest))  # noqa: B023 - called here

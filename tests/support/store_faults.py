@@ -176,6 +176,22 @@ class ReportingBucket(BucketMiddleware):
             self._pause(min(start + self._piece, size))
 
 
+def asked_of(bucket: Bucket, *methods: str) -> list[str]:
+    """The keys and prefixes that these methods of a bucket are called with from now on."""
+    asked: list[str] = []
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(key: str = "", **named: Any) -> Any:
+            asked.append(key)
+            return method(key, **named)
+
+        return noted
+
+    for name in methods:
+        setattr(bucket, name, noting(getattr(bucket, name)))
+    return asked
+
+
 def failing_put(key: str, late: bool, error: BaseException) -> Any:
     """Let the put of one key into a folder fail: before it happens, or after."""
     real = LocalBucket.put

@@ -207,6 +207,12 @@ class Written:
         data[place % len(data)] ^= 1
         self.bucket.put(key, bytes(data))
 
+    def forge(self, key: str, document: Any, **fields: Any) -> None:
+        """Put a document with other fields, which nothing else of the run agrees with."""
+        forged = document.model_copy(update=fields)
+        forged._raw = None
+        self.bucket.put(key, forged.to_bytes())
+
     # What is read
 
     def check(self, first: int, last: int) -> None:
