@@ -1,17 +1,13 @@
 """Follow: ``DIR/current`` is always one whole version of the run, as an ordinary checkpoint."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.run.machine.killed_export import TABLE as LARGE_TABLE
 from tests.run.machine.nursery import Nursery
@@ -22,7 +18,6 @@ from tests.support.marked import MarkedChain
 from tests.support.signed import Keys
 from tests.support.slime_folders import deltas, rebuilt, versions
 from tests.support.written import Written
-from trainer_side import Publisher
 from vllm_delta_sync import FollowedVersion, follow, open_run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -248,30 +243,6 @@ def test_killed_at_random_it_shows_whole_versions(
     assert killed >= least
     assert deltas(out) or format == "checkpoint"
     assert names(out / WORK_NAME) in (["handled", "lock"], ["handled", "lock", "objects"])
-
-
-@pytest.mark.slow
-def test_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path, out: Path) -> None:
-    size, count = 4 * 1024 * 1024, 72
-    tensors = {f"w{number:02d}": torch.zeros(size // 2, dtype=torch.bfloat16) for number in range(count)}
-    with Publisher(tensors.items(), str(tmp_path / "run")) as publisher:
-        for step in (1, 2):
-            for tensor in tensors.values():
-                tensor.view(torch.int16)[step::200] += 1
-            publisher.publish(step, wait=True)
-        publisher.flush()
-    for version in (1, 2):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.exporting", str(tmp_path / "run"), str(out), str(version), "follow"],
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
-        taken = json.loads(done.stdout)
-        assert taken["version"] == version == at(out)
-        # A tensor as it was and as it is, up to 4 million decoded elements of 10 bytes, and compiled kernels.
-        assert taken["anonymous"] < 2 * size + 120 * 1024 * 1024 < size * count / 2
 
 
 # Refused

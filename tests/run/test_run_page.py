@@ -3,20 +3,17 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.support.page_runs import HOSTILE, PARTS, PageRun, broken_run, busy_run, empty_run, hostile_run, layered_table
+from tests.support.publishers import Hooked
 from tests.support.written import Written
-from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.client import open_run
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_sizes import count_elements
 from vllm_delta_sync.dashboard.background_reader import BackgroundReader
 from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, place_of
@@ -41,22 +38,12 @@ def overview(run: dict[str, Any] | None, *servers: ServerView, source: Any = "da
     return json.loads(json.dumps(build_overview(source, 2.0, view, list(servers), STATES), allow_nan=False))
 
 
-@contextmanager
-def counting() -> Iterator[list[str]]:
-    """Keys that are read from a directory, in whole or in part."""
+def counted(folder: Path, **options: Any) -> tuple[PageReader, list[str]]:
+    """As ``reader``, and the keys that it reads, in whole or in part."""
     keys: list[str] = []
-
-    def counted(name: str) -> Any:
-        real = getattr(LocalBucket, name)
-
-        def call(self: LocalBucket, key: str, *arguments: Any, **options: Any) -> Any:
-            keys.append(key)
-            return real(self, key, *arguments, **options)
-
-        return mock.patch.object(LocalBucket, name, call)
-
-    with counted("get"), counted("get_range"):
-        yield keys
+    bucket = Hooked(folder)
+    bucket.reading = keys.append
+    return PageReader(lambda: Run(bucket), **options), keys
 
 
 def manifests(keys: list[str]) -> int:
@@ -128,30 +115,29 @@ def test_elements_are_counted_by_the_headers_of_every_codec(tmp_path: Path) -> N
 def test_each_manifest_and_object_is_read_once(tmp_path: Path) -> None:
     run = PageRun(tmp_path / "run", layered_table(2, 16), 30)
     run.busy(30)
-    reading = reader(run.folder)
-    with counting() as keys:
-        reading.read()
-        # All of them, and a look for one after the head.
-        assert manifests(keys) == 32
-        objects = {key for key in keys if key.startswith("objects/")}
-        assert len(objects) == HEAT_VERSIONS <= HEAT_OBJECTS
-        keys.clear()
-        reading.read()
-        # The head, and a look for the one after it.
-        assert manifests(keys) <= 2
-        assert not [key for key in keys if key.startswith("objects/")]
-        run.delta(lambda name: 0.1)
-        keys.clear()
-        assert reading.read()["head"]["version"] == 31
-        assert manifests(keys) <= 4
-        assert len({key for key in keys if key.startswith("objects/")}) == 1
+    reading, keys = counted(run.folder)
+    reading.read()
+    # All of them, and a look for one after the head.
+    assert manifests(keys) == 32
+    objects = {key for key in keys if key.startswith("objects/")}
+    assert len(objects) == HEAT_VERSIONS <= HEAT_OBJECTS
+    keys.clear()
+    reading.read()
+    # The head, and a look for the one after it.
+    assert manifests(keys) <= 2
+    assert not [key for key in keys if key.startswith("objects/")]
+    run.delta(lambda name: 0.1)
+    keys.clear()
+    assert reading.read()["head"]["version"] == 31
+    assert manifests(keys) <= 4
+    assert len({key for key in keys if key.startswith("objects/")}) == 1
 
 
 def test_a_long_run_costs_its_newest_versions_only(tmp_path: Path) -> None:
     run = PageRun(tmp_path / "run", layered_table(2, 16), 10_000)
     run.many(10_000)
-    with counting() as keys:
-        found = reader(run.folder, last=50).read()
+    reading, keys = counted(run.folder, last=50)
+    found = reading.read()
     assert found["versions"]["version"] == list(range(9950, 10_000))
     assert manifests(keys) <= 53
     # Garbage collection removed the objects: the map is empty, and says so.

@@ -84,7 +84,8 @@ def test_a_whole_run(whole: Whole) -> None:
     assert seen == list(range(17))
     assert (report.versions, report.head, report.pointed, report.replayed) == (17, 16, 16, True)
     assert (report.anchors, report.merged_deltas, report.gone) == (2, 3, 0)
-    assert report.objects == sum(1 for key in whole.bucket.held if key.startswith("objects/"))
+    sizes = [len(data) for key, (data, _) in whole.bucket.held.items() if key.startswith("objects/")]
+    assert (report.objects, report.bytes) == (len(sizes), sum(sizes))
     assert (report.notes, report.findings, report.unreadable) == ([], [], [])
     assert all_of(whole) == report
 
