@@ -635,6 +635,16 @@ def test_compact_a_run(tmp_path: Path) -> None:
     assert max(len(find_steps(written.run, held, 37)) for held in range(37)) <= 9
 
 
+def test_compact_skips_what_cannot_be_made(tmp_path: Path) -> None:
+    written = make(tmp_path, 16)
+    lost = written.object_of(6)
+    written.lose(lost)
+    report = compact(written.run)
+    assert report.merged_deltas == [(0, 4), (8, 12), (12, 16)]
+    assert [row[:2] for row in report.skipped] == [(4, 8), (0, 16)]
+    assert lost in report.skipped[0][2]
+
+
 def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
     run: Run
     run, bits = reference_run(tmp_path / "run", "/nowhere")

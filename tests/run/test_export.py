@@ -291,6 +291,8 @@ def test_a_foreign_folder_is_refused_and_stays_as_it_is(chain: Chain, tmp_path: 
         with pytest.raises(UsageError, match="is a file, or lies below one"):
             export(open_run(chain.url), file / below)
     assert file.read_bytes() == b"mine"
+    with pytest.raises(StoreError, match="cannot be written"):
+        export(open_run(chain.url), "/proc/never/out")
 
 
 def test_the_runs_own_base_is_not_replaced(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.checks import object_limit
 
 HEAD = 5
 NO_DIGEST = "0" * 64
@@ -255,6 +256,13 @@ def test_an_object_of_another_version_is_refused_though_its_digest_is_right(path
     recommit(path, 3)
     with pytest.raises(ChainError, match="field 'version' is '2'"):
         open_run(str(path)).verify()
+
+
+def test_objects_larger_than_the_model_makes_sense_are_not_fetched(path: Path) -> None:
+    run = open_run(str(path))
+    ref = run.manifest(1).objects[0].model_copy(update={"bytes": object_limit(run.table) + 1})
+    with pytest.raises(LimitError, match="object_limit"):
+        run.fetch(ref)
 
 
 def test_a_tensor_carried_in_full_twice_is_refused(path: Path) -> None:
