@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.run.machine.killed_export import TABLE as LARGE_TABLE
+from tests.run.machine.killed_folders import TABLE as LARGE_TABLE
 from tests.run.machine.nursery import Nursery
 from tests.support.chains import TABLE, Chain
 from tests.support.commands import answer, delta_sync, kind, shown
@@ -214,7 +214,7 @@ def test_killed_at_random_it_shows_whole_versions(
     """Before a random change of names in a folder."""
     chance = random.Random(campaign_seed or 0)
     written = Written(tmp_path / "run", 0, 11, LARGE_TABLE)
-    nursery = Nursery("tests.run.machine.killed_follow", tmp_path)
+    nursery = Nursery("tests.run.machine.killed_folders", tmp_path / "warm")
     targets = chance.sample(range(count), kills)
     killed = 0
 
@@ -233,11 +233,11 @@ def test_killed_at_random_it_shows_whole_versions(
         if version:
             written.publish(0.05 if version % 5 else 0.0, full=[version % 24] if version % 7 == 0 else ())
         if version in targets:
-            killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 12), format))
+            killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 12), "follow", format))
             shown()
             if chance.random() < 0.3 and version < count - 1:
                 continue  # the next one finds what this one left
-        assert not nursery.end(nursery.begin(tmp_path, 0, format))
+        assert not nursery.end(nursery.begin(tmp_path, 0, "follow", format))
         assert shown() == version
     nursery.close()
     assert killed >= least

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.machine.killed import digest
-from tests.run.machine.killed_export import TABLE, VERSIONS, write_run
+from tests.run.machine.killed_folders import EIGHT_FILES, TABLE, VERSIONS, write_run
 from tests.run.machine.nursery import Nursery
 from tests.support.exporting import expected, held, names
 from tests.support.running import eventually
@@ -28,7 +28,7 @@ LONGEST_SECONDS, MOST_SECONDS = 0.8, 3.0
 """How long a publisher may live, at least; and at most, where the first one took long for its first version."""
 AFTER_CLAIM, VERIFY_EVERY = 4, 5
 """Of so many publishers one is killed after it has claimed the run, even on a slow machine; the rest at any time."""
-SHARD_BYTES = (10**9, 3 * 128 * 1024 * 2)
+SHARD_BYTES = (10**9, EIGHT_FILES)
 """Of an export: one file, or eight."""
 STEPS = 40
 """Changes of names that an export makes, about."""
@@ -157,7 +157,7 @@ class Exports:
 
     def begin(self, version: int, shard_bytes: int, step: int = 0) -> int:
         """Process id of an export."""
-        return self.nursery.begin(self._folder, version, shard_bytes, step)
+        return self.nursery.begin(self._folder, step, "export", version, shard_bytes)
 
     def finish(self, version: int, shard_bytes: int) -> None:
         """An export that nobody kills comes to its end, whatever the folder holds, and leaves nothing else there."""
@@ -178,7 +178,7 @@ class Exports:
 
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery("tests.run.machine.killed_export", tmp_path_factory.mktemp("warm"))
+    made = Nursery("tests.run.machine.killed_folders", tmp_path_factory.mktemp("warm"))
     yield made
     made.close()
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from tests.support.damage import Whole
-from tests.support.samples import RunWriter, changes_between, nudge, random_bits, state_of
+from tests.support.samples import RunWriter, nudge, random_bits, state_of
 from tests.support.written import TABLE, Written, assert_bits
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli.inspect import version_document
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext
-from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS
 from vllm_delta_sync.codec.tiles import classes, coder
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format import manifest as keys
@@ -58,23 +57,6 @@ def test_every_version_is_bit_exact(mixed: Written, pieces: bool, monkeypatch: p
         assert_bits(mixed.run.snapshot(version), bits)
     report = mixed.run.verify()
     assert (report.replayed, report.undecoded, report.notes, report.findings) == (True, [], [], [])
-
-
-def test_pieces_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are taken one after the other, each before it is moved."""
-    monkeypatch.setattr(reading, "LAZY_ELEMENTS", 1)
-    random = np.random.default_rng(7)
-    old = random_bits(TABLE, random)
-    new = nudge(old, random, 0.05)
-    state, context = state_of(TABLE, old), DeltaContext("", 1, 0)
-    data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "tiled", "zstd", context, state.base_tensor)
-    lazy = reading.DeltaReader(data, TABLE, context, state.base_tensor)
-    pieces = []
-    for piece in reading.pieces_of([lazy]):
-        pieces.append(sorted(piece.fingerprints))
-        state.apply(piece)
-    assert sorted(pieces) == [[tensor] for tensor in range(len(TABLE))]
-    assert_bits(state, new)
 
 
 def test_nothing_is_read_without_the_weights_before(mixed: Written) -> None:

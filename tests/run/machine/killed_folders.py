@@ -1,7 +1,7 @@
-"""Exports to be killed, forked by ``tests.run.machine.nursery``.
+"""Exports and followers to be killed, forked by ``tests.run.machine.nursery``.
 
-Tasks are ``FOLDER VERSION SHARD_BYTES STEP``: export ``FOLDER/run`` to ``FOLDER/out``, and be killed before the STEP-th
-change that is made to names in a folder; 0: never.
+Tasks are ``FOLDER STEP export VERSION SHARD_BYTES`` and ``FOLDER STEP follow FORMAT``: put ``FOLDER/run`` into
+``FOLDER/out`` once, and be killed before the STEP-th change that is made to names in a folder; 0: never.
 """
 
 import os
@@ -12,12 +12,14 @@ from pathlib import Path
 from tests.run.machine.nursery import serve
 from tests.support.samples import RunWriter
 from tests.support.written import Written
-from vllm_delta_sync import open_run
+from vllm_delta_sync import follow, open_run
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.export import export
 
 TABLE = TensorTable(TensorSpec(f"layers.{number}", "BF16", (128, 1024)) for number in range(24))
 VERSIONS = 6
+EIGHT_FILES = 3 * 128 * 1024 * 2
+"""Bytes per file at which the model has so many."""
 NAMES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
 """Audit events of what changes names in a folder."""
 
@@ -44,16 +46,23 @@ def die_at(step: int) -> None:
     sys.addaudithook(hook)
 
 
-def act(folder: str, version: str, shard_bytes: str, step: str) -> None:
+def act(folder: str, step: str, what: str, *how: str) -> None:
     if int(step):
         die_at(int(step))
-    export(open_run(f"{folder}/run"), f"{folder}/out", int(version), shard_bytes=int(shard_bytes))
+    if what == "export":
+        version, shard_bytes = map(int, how)
+        export(open_run(f"{folder}/run"), f"{folder}/out", version, shard_bytes=shard_bytes)
+    else:
+        for _ in follow(f"{folder}/run", f"{folder}/out", once=True, shard_bytes=EIGHT_FILES, format=how[0]):
+            pass
 
 
 def main(folder: str) -> None:
     write_run(Path(folder))
     # Loads and compiles what children need.
     export(open_run(f"{folder}/run"), f"{folder}/out", 1)
+    for _ in follow(f"{folder}/run", f"{folder}/followed", once=True):
+        pass
     serve(act)
 
 
