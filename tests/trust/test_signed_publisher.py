@@ -528,19 +528,6 @@ def test_forged_head_is_written_again(folder: Path, keys: Keys, trainer: Trainer
             assert head_of(folder).version == publisher.version == 2
 
 
-class Once:
-    """Does something once, when a key is touched that begins as given."""
-
-    def __init__(self, prefix: str, do: Callable[[], object]) -> None:
-        self._prefix, self._do = prefix, do
-        self.done = False
-
-    def __call__(self, key: str) -> None:
-        if not self.done and key.startswith(self._prefix):
-            self.done = True
-            self._do()
-
-
 def test_last_commit_of_the_former_writer_is_adopted_if_it_is_signed(
     folder: Path, keys: Keys, trainer: Trainer
 ) -> None:
@@ -548,7 +535,12 @@ def test_last_commit_of_the_former_writer_is_adopted_if_it_is_signed(
     former = Publisher(trainer.live, bucket, signing_key=key)
     mine = trainer.copy()
     late: list[Publisher] = []
-    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, Hooked(folder), signing_key=key)))
+
+    def take_over(at: str) -> None:
+        if at.startswith("versions/") and not late:
+            late.append(Publisher(mine, Hooked(folder), signing_key=key))
+
+    bucket.before = take_over
     publish(former, trainer)
     (later,) = late
     mine["b"][0] += 1
