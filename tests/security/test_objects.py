@@ -268,7 +268,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "raw, negative": ("format", raw(-1)),
     "raw, 2^63 - 1": ("format", raw(2**63 - 1)),
 }
-"""What is large, or of an error of its own; ``codec/test_delta_hostile.py`` and ``test_tiles_hostile.py`` have the rest."""
+"""Large ones, and one of each error; others are in ``codec/test_delta_hostile.py`` and ``test_tiles_hostile.py``."""
 
 
 @pytest.mark.parametrize("name", CHANGES)
