@@ -81,13 +81,13 @@ def test_publisher_killed_again_and_again_leaves_whole_states(
     began, head = time.monotonic(), 0
     try:
         with child(nursery, "publish", chance.randrange(1000)):
-            eventually(lambda: log.exists() and bool(Recorded.read(log).done))
+            eventually(lambda: log.exists() and bool(Recorded.read(log).done), 300)
         longest = min(MOST_SECONDS, max(LONGEST_SECONDS, 2 * (time.monotonic() - began)))
         for kill in range(1, kills + 1):
             epoch = open_run(url).newest_epoch()
             with child(nursery, "publish", chance.randrange(1000)):
                 if kill % AFTER_CLAIM == 1:
-                    eventually(lambda epoch=epoch: open_run(url).newest_epoch() > epoch)  # type: ignore[misc]
+                    eventually(lambda epoch=epoch: open_run(url).newest_epoch() > epoch, 300)  # type: ignore[misc]
                 if kill % 2:
                     time.sleep(chance.uniform(0, longest))
                 else:
@@ -100,9 +100,9 @@ def test_publisher_killed_again_and_again_leaves_whole_states(
                 assert (report.head, report.replayed) == (head, True)
         # However soon each was killed: a publisher that is left alone goes on, and a collection comes to an end.
         with child(nursery, "publish", 2):
-            eventually(lambda: open_run(url).head().version > max(60, kills))
+            eventually(lambda: open_run(url).head().version > max(60, kills), 300)
         with child(nursery, "collect"):
-            eventually(lambda: (record := open_run(url).retention()) is not None and bool(record.gone))
+            eventually(lambda: (record := open_run(url).retention()) is not None and bool(record.gone), 300)
     finally:
         nursery.close()
     assert expect_whole(open_run(url), Recorded.read(log), head, chance) > kills

@@ -115,7 +115,7 @@ def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path,
         assert {path.stat().st_mode & 0o777 for path in (mine.path, mine.path.parent)} == {0o700}
         (mine.path / "file").touch()
     assert not list(tmp_path.iterdir())
-    for kind in ("temporary", "scratch", "adapter"):
+    for kind in ("temporary", "adapter"):
         owner = Owner(tmp_path, OWNERS[kind] + REPORT + WAIT)
         owners.append(owner)
         assert owner.is_there
