@@ -137,8 +137,8 @@ def test_heartbeats_that_did_not_change_are_read_once(world: FleetRun, monkeypat
     fleet.poll()
     world.bucket.now += 5
     world.heartbeat("r4", 1)
-    reads = asked_of(world.bucket, "get")
     listed = [*world.bucket.list(side.HEARTBEATS_PREFIX)]
+    reads = asked_of(world.bucket, "get")
     monkeypatch.setattr(world.bucket, "list", lambda prefix: iter(listed))
     assert [replica.heartbeat.served for replica in fleet.poll()] == [1, 1, 1, 1, 1]
     assert reads == [side.heartbeat_key("r4")]
