@@ -126,9 +126,12 @@ def test_a_version_that_is_damaged_or_lies_before_a_damaged_manifest_has_no_bran
 ) -> None:
     run, _ = source
     key = run.manifest(9).objects[0].key
-    run.bucket.put(key, run.bucket.get(key)[:-1] + b"?")
-    run.bucket.put(version_key(8), b"{")
-    for version, error, named in ((9, DigestError, key), (7, ChainError, "version 8")):
+    damaged = run.bucket.get(key)[:-1] + b"?"
+    for version, at, data, error, named in (
+        (9, key, damaged, DigestError, key),
+        (7, version_key(8), b"{", ChainError, "version 8"),
+    ):
+        run.bucket.put(at, data)
         with pytest.raises(error, match=named):
             branch(run, version, str(tmp_path / "branch"))
         assert run.tags() == {}
