@@ -10,7 +10,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli.main import run
-from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
+from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.limits import FORMAT_VERSION
 
 OTHERS = pytest.mark.parametrize(
@@ -54,29 +54,18 @@ def test_a_publisher_and_the_commands_refuse_it(
 
 
 @OTHERS
-def test_a_server_that_meets_it_keeps_serving(version: int, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", [False, True], ids=["serving", "starting"])
+def test_a_server_that_meets_it_keeps_what_it_has(version: int, fix: str, starts: bool, tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.train_and_follow(1)
-    served = world.bits()
+    if not starts:
+        world.train_and_follow(1)
+    held = world.bits()
     world.train(2)
     before = give_format(world.url, version)
-    with pytest.raises(DeltaSyncError) as refused:
-        world.receiver.advance()
-    assert refused.value.kind == "unsupported"
-    assert fix in str(refused.value)
-    world.expect_bits(served)
-    assert world.receiver.status()["served"]["version"] == 1
-    assert contents(world.url) == before
-
-
-@OTHERS
-def test_a_server_that_starts_with_it_serves_nothing_of_it(version: int, fix: str, tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.train(1)
-    served = world.bits()
-    before = give_format(world.url, version)
-    world.follow()
+    if starts:
+        world.follow()
     with pytest.raises(UnsupportedError, match=fix):
         world.receiver.advance()
-    world.expect_bits(served)
+    world.expect_bits(held)
+    assert world.receiver.served_version == (None if starts else 1)
     assert contents(world.url) == before
