@@ -64,7 +64,8 @@ def spoil(bucket: Bucket, key: str, way: str) -> type[DeltaSyncError]:
         bucket.delete(key)
     else:
         bucket.put(key, {"damaged": data[:-1] + b"?", "cut": data[:-1], "longer": data + b" "}[way])
-    return {"longer": LimitError, "lost": NotFoundError}.get(way, DigestError)
+    errors: dict[str, type[DeltaSyncError]] = {"longer": LimitError, "lost": NotFoundError}
+    return errors.get(way, DigestError)
 
 
 def age(folder: Path, seconds: float = 24 * 3600) -> None:
