@@ -1,9 +1,10 @@
 """Follow a run with an offline ``LLM`` under some of vLLM's options: ``python -m tests.e2e.features FOLDER OPTIONS``.
 
-OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and two of ours: ``sleep`` (a level), and ``family``, of a model
-that this machine can load and not compute with, so that its weights are compared and nothing is asked. Where LoRA is
-on, an adapter is asked as well as the served weights. Everything said at the end is compared with what a new engine
-says that loads the last version's checkpoint under the same options.
+OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and some of ours: ``family``, of the model; ``silent``, if this
+machine can load the model and not compute with it, so that weights are compared and nothing is asked; ``sleep``, a
+level; and ``each``, to compare weights with a fresh load after each version, ask each time, and go back in the end.
+Where LoRA is on, an adapter is asked as well as the served weights. Everything said at the end is compared with what a
+new engine says that loads the last version's checkpoint under the same options.
 """
 
 import json
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests, draft_model, worker_model
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests, draft_model, load_again, worker_model
 from tests.support.adapters import lose_adapter_memory
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 FAMILY = "qwen3"
-VERSIONS = 3
+VERSIONS, BACK = 3, 1
 RATE = 1e-3
 """Of learning: high enough for other tokens after each version."""
 DRAFT, SERVED = "DRAFT", "SERVED"
@@ -31,8 +32,7 @@ def main(root: Path, options: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine import attach
 
-    level = options.pop("sleep", None)
-    silent = "family" in options
+    level, each, silent = (options.pop(name, None) for name in ("sleep", "each", "silent"))
     model = make_model(options.pop("family", FAMILY), seed=5)
     base = save_checkpoint(model, root / "base")
     speculative = options.get("speculative_config", {})
@@ -48,6 +48,7 @@ def main(root: Path, options: dict[str, Any]) -> None:
             "first": digests(worker_model(llm)) if silent else say(llm, adapter),
             "verdicts": [],
             "asleep": [],
+            "each": [],
         }
         places = addresses(llm)
         for step in range(1, VERSIONS + 1):
@@ -58,9 +59,14 @@ def main(root: Path, options: dict[str, Any]) -> None:
                 seen["asleep"].append(sleep(llm, sync, level))
             sync.to()
             seen["verdicts"].append(sync.verify()["verdict"])
+            if each:
+                seen["each"].append(look(llm, save_checkpoint(model, root / f"v{step}")))
         seen["served"] = sync.status()["served"]["version"]
         seen["same_places"] = addresses(llm) == places
         seen["last"] = digests(worker_model(llm)) if silent else say(llm, adapter)
+        if each:
+            sync.rollback(BACK)
+            seen["back"] = look(llm, root / f"v{BACK}")
     fresh = make_engine(save_checkpoint(model, root / "last"), options)
     seen["fresh"] = digests(worker_model(fresh)) if silent else say(fresh, adapter)
     if "model" in speculative:
@@ -85,6 +91,19 @@ def make_engine(checkpoint: Path, options: dict[str, Any]) -> Any:
     )
 
 
+def look(llm: Any, checkpoint: Path) -> dict[str, Any]:
+    """Whether an engine has the weights of a checkpoint, by which label, and what it says."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    held = dict(layers)
+    # Experts sit in the configuration, and cannot be copied with it.
+    layers.clear()
+    try:
+        equal = digests(worker_model(llm)) == digests(load_again(llm, str(checkpoint)))
+    finally:
+        layers.update(held)
+    return {"equal": equal, "label": llm.llm_engine.get_weight_version(), "said": say(llm, None)}
+
+
 def make_adapter(model: Any, folder: Path, rank: int = 4) -> Path:
     """A LoRA adapter in PEFT's files, large enough to change what is said."""
     generator = torch.Generator().manual_seed(11)
@@ -104,7 +123,9 @@ def make_adapter(model: Any, folder: Path, rank: int = 4) -> Path:
 
 
 def say(llm: Any, adapter: Path | None) -> dict[str, Any]:
-    """Greedy tokens and their log probabilities, of the served weights alone and with the adapter."""
+    """Greedy tokens and their log probabilities, of the served weights alone and with the adapter; or embeddings."""
+    if llm.llm_engine.vllm_config.model_config.runner_type == "pooling":
+        return {"plain": [output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)]}
     said = {"plain": _say(llm, None)}
     if adapter is not None:
         from vllm.lora.request import LoRARequest

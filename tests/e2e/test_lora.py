@@ -1,6 +1,6 @@
 """LoRA on a real vLLM: adapters from runs of their own say what the trainer's adapters say, loaded anew.
 
-A run of a PEFT model that is merged into its base serves what ``merge_and_unload`` saves.
+That a run of a merged model has the bits that ``merge_and_unload`` saves is in tests/trainer/test_lora.py.
 """
 
 import itertools
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from tests.e2e import merged_lora, warm
+from tests.e2e import warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.lora import VERSIONS
-from tests.e2e.servers import Server, delta_sync_serve, eventually, refused, serving
+from tests.e2e.servers import Server, delta_sync_serve, eventually, serving
 from tests.e2e.world import World
 from tests.support.adapters import TARGETS, adapted, randomize, save_adapter
 from tests.support.tiny import make_model, save_checkpoint
@@ -24,21 +24,6 @@ from vllm_delta_sync import open_run
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
 
 FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--poll-seconds", "0.2")
-
-
-@pytest.mark.slow
-def test_merged_it_is_what_peft_merges_and_vllm_loads(tmp_path: Path) -> None:
-    done = warm.run("tests.e2e.merged_lora", str(tmp_path), seconds=600, environment={"VLLM_PLUGINS": "delta_sync"})
-    assert done.status == 0, done.said[-6000:]
-    result = json.loads((tmp_path / "seen.json").read_text())
-    versions = range(1, merged_lora.VERSIONS + 1)
-    assert [each["served"] for each in result["seen"]] == list(versions)
-    assert all(each["equal"] for each in result["seen"])
-    outputs = [each["outputs"] for each in result["seen"]]
-    assert outputs == result["fresh"]
-    assert all(before != after for before, after in itertools.pairwise(outputs)), "the versions do not differ enough"
-    back = merged_lora.ROLLED_BACK_TO
-    assert result["rolled_back"] == {"served": back, "outputs": outputs[back - 1]}
 
 
 @pytest.mark.slow
@@ -235,12 +220,3 @@ def test_an_adapter_that_trl_trains_is_said_after_every_sync(tmp_path: Path) -> 
     assert open_run(url).head().version == syncs
     assert said[0] == said[1], "a new adapter changes nothing"
     assert all(before != after for before, after in itertools.pairwise(said[1:])), "the versions do not differ enough"
-
-
-@pytest.mark.slow
-def test_a_server_without_lora_is_refused(tmp_path: Path) -> None:
-    base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
-    command = delta_sync_serve(base, "--bucket", str(tmp_path / "run"), "--lora-name", "math")
-    status, text = refused(tmp_path / "log", command, {})
-    assert status != 0
-    assert "adapter 'math' is to be served, and vLLM was started without --enable-lora" in text

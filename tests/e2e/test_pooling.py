@@ -1,7 +1,6 @@
 """Pooling models on a real vLLM: they follow their run, and no answer is pooled from two versions."""
 
 import itertools
-import json
 import threading
 import time
 from collections import Counter
@@ -12,10 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.exacting import Mover, client_of
-from tests.e2e.pooling import BACK, VERSIONS
 from tests.e2e.servers import Server
+from tests.e2e.test_features import follow_each
 from tests.e2e.world import World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("pooling")]
@@ -33,15 +31,7 @@ Rows = list[list[float]]
 
 
 def test_attach_to_a_pooling_model(tmp_path: Path) -> None:
-    done = warm.run("tests.e2e.pooling", str(tmp_path), seconds=400)
-    assert done.status == 0, done.said[-4000:]
-    found = json.loads((tmp_path / "seen.json").read_text())
-    assert [step["served"] for step in found["seen"]] == list(range(VERSIONS + 1))
-    assert all(step["equal"] and step["verdict"] for step in found["seen"][1:])
-    embedded = [step["embedded"] for step in found["seen"]]
-    assert len({str(each) for each in embedded}) == len(embedded)
-    assert embedded[-1] == found["fresh"]
-    assert found["back"] == {"served": BACK, "embedded": embedded[BACK]}
+    follow_each(tmp_path, family="llama", runner="pooling")
 
 
 @pytest.fixture(scope="module")
