@@ -54,15 +54,16 @@ def make_engine(checkpoint: str, **options: Any) -> Any:
 
 def worker_model(engine: Any) -> Any:
     """The runtime model of an engine that lives in this process."""
-    return _worker(engine).get_model()
+    return worker_of(engine).get_model()
 
 
 def draft_model(engine: Any) -> Any:
     """The model that drafts for an engine that lives in this process."""
-    return _worker(engine).model_runner.drafter.model
+    return worker_of(engine).model_runner.drafter.model
 
 
-def _worker(engine: Any) -> Any:
+def worker_of(engine: Any) -> Any:
+    """The worker of an engine of one rank that lives in this process."""
     return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 

@@ -1,4 +1,4 @@
-"""Adapters that follow runs, on one of vLLM's own workers without an engine.
+"""Adapters that follow runs, in the worker of an engine that is asked nothing.
 
 Run as ``python -m tests.e2e.lora_worker FOLDER FAMILY``. What vLLM's layers make of an adapter from a run is compared
 with what they make of the trainer's adapter, in PEFT's files and loaded by vLLM under a number of its own. Writes what
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from tests.e2e.features import make_engine
+from tests.e2e.fresh import worker_of
 from tests.support.adapters import lose_adapter_memory
 from tests.support.tiny import make_model, save_checkpoint, train_steps
-from tests.tools.models import vllm_side
 
 RANK, ALPHA, LARGEST_RANK, SLOTS, HELD = 4, 6, 8, 2, 4
 TOKENS = 5
@@ -106,86 +106,20 @@ def _zeros(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{path}.lora_B.weight", torch.zeros(rows, RANK)
 
 
-class Core:
-    """What is used of vLLM's engine core where no request is ever made, around one worker in this process."""
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self._call)
-        self.scheduler = SimpleNamespace(
-            connector=None,
-            requests={},
-            running=[],
-            max_num_encoder_input_tokens=0,
-            reset_prefix_cache=lambda **_: True,
-            pause_state=None,
-            set_pause_state=self._set,
-        )
-        self.request_block_hasher = None
-        self._idle_state_callbacks: list[Any] = []
-        self._label = "default"
-        self.resume_scheduler()
-
-    def _set(self, state: Any) -> None:
-        self.scheduler.pause_state = state
-
-    def _call(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
-
-    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
-        self._set(SimpleNamespace(name="PAUSED_ALL"))
-
-    def resume_scheduler(self) -> None:
-        self._set(SimpleNamespace(name="UNPAUSED"))
-
-    def get_weight_version(self) -> str:
-        return self._label
-
-    def set_weight_version(self, label: str) -> None:
-        self._label = label
-
-    def add_request(self) -> None:
-        """None comes."""
-
-
 class Llm:
-    """What ``attach`` uses of a ``vllm.LLM``, around one worker in this process."""
+    """An engine in this process, and what its layers make of adapters.
+
+    Attributes:
+        engine: ``vllm.LLM``. worker, runner, model, manager: parts of it.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.engine.arg_utils import EngineArgs
-
-        from vllm_delta_sync.engine import WORKER_EXTENSION, WorkerExtension
-        from vllm_delta_sync.engine.core import engine_core
-
-        config = EngineArgs(
-            model=str(checkpoint),
-            worker_extension_cls=WORKER_EXTENSION,
-            enforce_eager=True,
-            max_model_len=128,
-            max_num_seqs=4,
-            max_num_batched_tokens=256,
-            enable_lora=True,
-            max_lora_rank=LARGEST_RANK,
-            max_loras=SLOTS,
-            max_cpu_loras=HELD,
-        ).create_engine_config()
-        self.worker = vllm_side.started_worker(config)
-        # As vLLM does it: the extension is a base of the worker's class.
-        self.worker.__class__ = type("Worker", (type(self.worker), WorkerExtension), {})
-        with set_current_vllm_config(config):
-            self.worker.load_model()
+        options = {"enforce_eager": True, "enable_lora": True, "max_lora_rank": LARGEST_RANK}
+        self.engine = make_engine(checkpoint, {**options, "max_loras": SLOTS, "max_cpu_loras": HELD})
+        self.worker = worker_of(self.engine)
         self.runner, self.model = self.worker.model_runner, self.worker.get_model()
         self.manager = self.runner.lora_manager._adapter_manager
         self._numbers = iter(range(1, 1000))
-        core = Core(self.worker)
-        engine_core.install(core)
-        self.llm_engine = SimpleNamespace(
-            vllm_config=config,
-            has_unfinished_requests=lambda: False,
-            get_weight_version=core.get_weight_version,
-            engine_core=SimpleNamespace(engine_core=core),
-        )
 
     def request(self, folder: Path, number: int | None = None, **options: Any) -> Any:
         """For an adapter in a folder, under a number that no run has."""
@@ -255,7 +189,7 @@ class Trial:
         from vllm_delta_sync.engine import attach
 
         with setting(lora_name=self.adapter.name):
-            return attach(self.llm, bucket=self.adapter.url)
+            return attach(self.llm.engine, bucket=self.adapter.url)
 
     @property
     def number(self) -> int:
@@ -279,7 +213,7 @@ class Trial:
 
     def state(self) -> dict[str, Any]:
         status = self.sync.status()
-        label = self.llm.llm_engine.get_weight_version()
+        label = self.llm.engine.llm_engine.get_weight_version()
         return {"served": self.served, "state": status["state"], "label": label, **status["ready"]}
 
     # Sleep
@@ -310,7 +244,7 @@ class Trial:
 
         steps = train_steps(self.model, lr=1e-3)
         with Publisher(self.model, bucket=str(self.root / "run"), base=self.base) as publisher:
-            base = attach(self.llm, bucket=str(self.root / "run"))
+            base = attach(self.llm.engine, bucket=str(self.root / "run"))
             base.to()
             next(steps)
             publisher.publish(step=1, wait=True)
@@ -526,6 +460,7 @@ def setting(**settings: str) -> Iterator[None]:
 
 
 def main(root: Path, family: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(1)
     trial = Trial(root, family)
     try:

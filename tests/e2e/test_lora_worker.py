@@ -1,7 +1,7 @@
 """An adapter on a real worker of vLLM: what it computes with is what its version is, across sleep and other writers.
 
-No engine is started: vLLM's worker loads a model and adapters, and its layers are asked one by one. What a whole engine
-says across sleep is compared in tests/e2e/test_lora.py.
+The engine is asked nothing: its worker loads a model and adapters, and its layers are asked one by one. What an engine
+says across sleep is compared in tests/e2e/test_features.py.
 """
 
 import json
