@@ -1,19 +1,19 @@
 """Start straight from the bucket: ``load_format="delta_sync"`` against a fresh load of the exported checkpoint.
 
-A server that starts so, and follows: tests/e2e/test_bucket_alone.py.
+A server that starts so, and follows: tests/e2e/test_bucket_alone.py. An output head that the folder lacks:
+tests/e2e/test_tied_heads.py.
 Each case runs in a process of its own, as ``python -m tests.e2e.test_cold_start FOLDER CASE``.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.e2e import warm
 from tests.e2e.fresh import digests, draft_model, generate, make_engine, worker_model
@@ -64,28 +64,6 @@ def reference(root: Path) -> tuple[Path, Path]:
     return base.rename(root / "moved"), save_checkpoint(model, root / "exported")
 
 
-def own_head(root: Path) -> tuple[Path, Path]:
-    """A run with an output head of its own though config.json says tied; the base lies where the run says."""
-    from trainer_side import Publisher
-
-    base = save_checkpoint(make_model("qwen3", seed=5), root / "base")
-    tensors = load_file(base / WEIGHTS)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(tensors, base / WEIGHTS, metadata={"format": "pt"})
-    bare = without_weights(base, root / "bare")
-    exported = without_weights(base, root / "exported")
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from tensors.items()
-
-    with Publisher(weights, bucket=str(root / "run"), base=base) as publisher:
-        for step in range(1, VERSIONS):
-            tensors["lm_head.weight"].view(torch.int16)[step::7] += 1
-            publisher.publish(step=step, wait=True)
-    save_file(tensors, exported / WEIGHTS, metadata={"format": "pt"})
-    return bare, exported
-
-
 def draft(root: Path) -> tuple[Path, Path]:
     """A run beside another model of the same shapes, which is to draft for it."""
     save_checkpoint(make_model("qwen3", seed=7), root / "draft")
@@ -95,7 +73,6 @@ def draft(root: Path) -> tuple[Path, Path]:
 CASES: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "anchor": anchor,
     "reference": reference,
-    "own_head": own_head,
     "draft": draft,
 }
 
@@ -134,7 +111,6 @@ def main(root: Path, case: str) -> None:
     [
         ("anchor", "anchor", False),
         ("reference", "reference", True),
-        ("own_head", "reference", False),
         ("draft", "anchor", False),
     ],
 )

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.servers import plain_vllm_serve, serving
 from tests.e2e.siege.world import Siege
-from tests.support.tiny import make_model, save_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("signed")]
 
@@ -43,14 +41,3 @@ def test_the_doctor_finds_nothing_wrong(siege: Siege) -> None:
     # It has changed nothing there.
     status = siege.server.wait_idle()
     assert status["served"]["version"] == head
-
-
-@pytest.mark.slow
-def test_a_server_without_the_plugin(tmp_path: Path) -> None:
-    base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
-    command = plain_vllm_serve(base, "--api-key", "of-vllm-itself")
-    with serving(base, tmp_path / "server.log", command, {}) as server:
-        code, found = doctor(str(tmp_path / "run"), server.url)
-    assert (code, bad(found)) == (1, {"url": "warning", "plugin": "failed"})
-    assert (found["plugin"]["kind"], found["server"]["figures"]["api_key"]) == ("engine", True)
-    assert "VLLM_PLUGINS" in found["plugin"]["remedy"]

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.servers import eventually, plain_vllm_serve, refused, serving
+from tests.e2e.servers import plain_vllm_serve, refused, serving
 from tests.e2e.world import Follower, World
 from tests.support.monitoring import Selector, queries
 from tests.support.tiny import make_model, save_checkpoint
-from vllm_delta_sync.dashboard.page import live_page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
 OF_PROMETHEUS = ("up", "ALERTS")
@@ -85,48 +84,6 @@ def test_log_lines_are_json_on_request_and_those_of_vllm_are_not(follower: Follo
 
 def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
     return after[name] - before.get(name, 0)
-
-
-@pytest.mark.slow
-def test_no_run_is_shown_and_logged_once(follower: Follower) -> None:
-    """Before there is one, and when the store is gone: the server answers as before, and goes on when it is back."""
-    status, found = follower.before
-    assert status["state"] == "waiting_for_run"
-    assert found['delta_sync_state{state="waiting_for_run"}'] == 1
-    assert (found["delta_sync_ready"], found["delta_sync_pause_seconds_count"]) == (0, 0)
-    assert found['delta_sync_failures_total{kind="not_found"}'] >= 1
-    world, server = follower.world, follower.server
-    run, away = Path(world.url), world.root / "away"
-    answers = server.outputs()
-    run.rename(away)
-    server.wait_error("not_found")
-    looks = server.status()["polls"]
-    eventually(lambda: server.status()["polls"] >= looks + 3, "it looks again and again")
-    assert server.status()["served"]["version"] == world.version
-    assert server.outputs() == answers
-    assert len(server.log_lines("its run.json is missing")) == 1
-    away.rename(run)
-    assert server.post("/delta_sync/sync", {}).json()["last_error"] is None
-    server.wait_served(world.publish())
-    assert "Traceback" not in server.logged()
-
-
-def test_page_of_a_server_shows_what_it_serves(follower: Follower) -> None:
-    world, server = follower.world, follower.server
-    server.wait_served(world.publish())
-    shown = server.get("/delta_sync/")
-    assert (shown.status_code, shown.content) == (200, live_page())
-    assert "script-src 'sha256-" in shown.headers["content-security-policy"]
-
-    def newest() -> int:
-        run = server.get("/delta_sync/overview").json()["run"]
-        return -1 if run is None else int(run["head"]["version"])
-
-    eventually(lambda: newest() == world.version, "the page shows the newest version")
-    document = server.get("/delta_sync/overview").json()
-    served = document["servers"][0]
-    assert (served["served"]["version"], served["recent"][-1]["version"]) == (world.version, world.version)
-    assert served["recent"][-1]["pause"] > 0
 
 
 @pytest.mark.slow

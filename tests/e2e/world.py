@@ -88,11 +88,7 @@ class World:
 
 
 class Follower:
-    """A server that tests share: each gets it as it is wanted, by ``reset``, and may leave it as it likes.
-
-    Attributes:
-        before: status and metrics from before there was a run at its URL.
-    """
+    """A server that tests share: each gets it as it is wanted, by ``reset``, and may leave it as it likes."""
 
     FLAGS = (
         *("--poll-seconds", "0.2"),
@@ -110,7 +106,7 @@ class Follower:
         self._stack = ExitStack()
         try:
             self.start()
-            self.before = self.server.wait_error("not_found"), self.server.metrics()
+            self.server.wait_error("not_found")
             self.world.begin()
         except BaseException:
             self.close()
