@@ -427,17 +427,6 @@ def test_a_publisher_that_was_killed_comes_back_on_the_same_port() -> None:
         subscriber.close()
 
 
-def test_connections_that_are_reset_heal(
-    publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
-) -> None:
-    proxy, subscriber = proxied
-    for version in range(2, 7):
-        proxy.reset()
-        publisher.send(notice(version))
-        hear(subscriber, version)
-    assert proxy.connections >= 5
-
-
 @pytest.mark.parametrize("how", ["stalled", pytest.param("throttled", marks=pytest.mark.slow)])
 def test_a_slow_connection_ends_on_the_newest(
     how: str, publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
@@ -455,18 +444,6 @@ def test_a_slow_connection_ends_on_the_newest(
         proxy.resume()
     hear(subscriber, version)
     assert subscriber.receive(PATIENCE) == notice(version)
-
-
-@pytest.mark.slow
-def test_connections_that_overtake_each_other(publisher: NoticePublisher) -> None:
-    """The one that was tried first gets through last."""
-    publisher.send(notice(5))
-    with TcpProxy(port_of(publisher.address)) as proxy:
-        proxy.delay(2.0, 1)
-        early, late = (NoticeSubscriber(f"tcp://127.0.0.1:{proxy.port}", RUN) for _ in range(2))
-        for each in (late, early):
-            hear(each, 5)
-            each.close()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, hear, hears_nothing, process, public
+from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, hear, hears_nothing, public
 from trainer_side import Publisher
 from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
@@ -120,16 +120,6 @@ def test_pyzmqs_own_certificates_are_understood(site: Site, tmp_path: Path) -> N
     subscriber = NoticeSubscriber(site.publisher.address, RUN, curve.client_keys(Path(secret), public(site.trainer)))
     hear(subscriber, 1)
     subscriber.close()
-
-
-def test_ends_in_processes_of_their_own(site: Site) -> None:
-    keys = (str(site.trainer), str(site.allowed))
-    with process("tests.support.notices", "announce", LOOPBACK, RUN, *keys) as announcer:
-        address = announcer.line()
-        announcer.write("4")
-        pair = (str(site.server), str(public(site.trainer)))
-        with process("tests.support.notices", "listen", address, RUN, *pair) as listener:
-            listener.hear("4")
 
 
 def test_generated_keys(tmp_path: Path) -> None:

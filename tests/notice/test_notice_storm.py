@@ -6,21 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.run.machine.tensors import ServedModel, first_tensors, train
 from tests.support.hooks import hooked
-from tests.support.modules import ModulePort
-from tests.support.notices import DIGEST, LOOPBACK, BrokerProcess, Keys, public
+from tests.support.notices import DIGEST, LOOPBACK, Keys, public
 from tests.support.world import World
-from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.follow.service import MIN_POLL_SECONDS, ReceiverService
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.settings import Settings
-from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keys import generate
 
 WAIT = 120.0
 POLL = 0.5
@@ -225,45 +219,3 @@ def test_keys_for_notices(site: Site, tmp_path: Path) -> None:
     settings = Settings(bucket=site.world.url, notice_key=server, notice_server_key=public(trainer))
     with pytest.raises(SettingsError, match="chmod 600"):
         ReceiverService(hooked(site.world), settings)
-
-
-def test_forgeries_cost_no_look_where_notices_are_signed(tmp_path: Path) -> None:
-    """All meet at a broker without keys of its own, where anybody may announce."""
-    tensors = first_tensors(1)
-    model = ServedModel(0, 1)
-    model.load_weights(tensors.items())
-    generate(tmp_path / "key")
-    broker = BrokerProcess()
-    announced_at = f"connect:{broker.publishers}"
-    url = str(tmp_path / "run")
-    forger = NoticePublisher(announced_at, keyring=Keyring(signer=Ed25519PrivateKey.generate()))
-    with Publisher(list(tensors.items()), url, notice=announced_at, signing_key=tmp_path / "key") as publisher:
-        values = {"bucket": url, "notice": broker.subscribers, "poll_seconds": 3600, "state_dir": tmp_path / "state"}
-        settings = Settings.model_validate({**values, "trusted_keys": str(public(tmp_path / "key"))})
-        service = ReceiverService(ModulePort(model), settings)
-        looks = []
-        advance = service.receiver.advance
-
-        def counted(version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
-            looks.append(version)
-            advance(version, until)
-
-        service.receiver.advance = counted  # type: ignore[method-assign]
-        service.start()
-        wait_until(lambda: service.receiver.served_version == 0)
-        for step in (1, 2):
-            train(tensors, "sparse", step)
-            publisher.publish(step, wait=True)
-            wait_until(lambda step=step: service.receiver.served_version == step)  # type: ignore[misc]
-        before = len(looks)
-        with Storm(lambda version: forger.send(Notice(publisher.run, version, DIGEST))) as storm:
-            time.sleep(2)
-        assert storm.sent > 200
-        assert len(looks) == before
-        train(tensors, "sparse", 3)
-        publisher.publish(3, wait=True)
-        wait_until(lambda: service.receiver.served_version == 3)
-        service.stop()
-        service.join(WAIT)
-    forger.close()
-    broker.end()

@@ -1,8 +1,7 @@
 """Ends of the notice channel for tests: in this process, and as processes of their own that can be stopped and killed.
 
-``python -m tests.support.notices listen ADDRESS RUN`` prints each version heard,
-``python -m tests.support.notices announce ADDRESS RUN`` announces each version that it reads.
-Two more arguments: CURVE keys.
+``python -m tests.support.notices listen ADDRESS RUN`` prints each version heard, with two more arguments, CURVE keys,
+by them; ``python -m tests.support.notices announce ADDRESS RUN`` announces each version that it reads.
 """
 
 import json
@@ -132,12 +131,8 @@ class BrokerProcess(Process):
         self.subscribers: str = bound["subscribers"]
 
 
-def _paths(keys: Sequence[str]) -> tuple[Path | None, Path | None]:
-    return (Path(keys[0]), Path(keys[1])) if keys else (None, None)
-
-
-def _listen(address: str, run: str, keys: Sequence[str]) -> None:
-    subscriber = NoticeSubscriber(address, run, curve.client_keys(*_paths(keys)))
+def _listen(address: str, run: str, *keys: str) -> None:
+    subscriber = NoticeSubscriber(address, run, curve.client_keys(*map(Path, keys)) if keys else None)
     print("ready", flush=True)
     last = None
     while True:
@@ -147,12 +142,15 @@ def _listen(address: str, run: str, keys: Sequence[str]) -> None:
             print(last, flush=True)
 
 
-def _announce(address: str, run: str, keys: Sequence[str]) -> None:
-    publisher = NoticePublisher(address, *_paths(keys))
+def _announce(address: str, run: str) -> None:
+    publisher = NoticePublisher(address)
     print(publisher.address, flush=True)
     for line in sys.stdin:
         publisher.send(Notice(run, int(line), DIGEST))
 
 
 if __name__ == "__main__":
-    {"listen": _listen, "announce": _announce}[sys.argv[1]](sys.argv[2], sys.argv[3], sys.argv[4:])
+    if sys.argv[1] == "listen":
+        _listen(*sys.argv[2:])
+    else:
+        _announce(*sys.argv[2:])

@@ -4,8 +4,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +13,8 @@ from typing import Any
 import zmq
 from zmq.auth import load_certificate
 
-from tests.e2e.siege.world import FRESH_SECONDS, POLL_SECONDS, Siege, attack
+from tests.e2e.siege.world import POLL_SECONDS, Siege, attack
+from tests.support.notices import process
 from vllm_delta_sync.format.canonical_json import dump_canonical
 
 PORT = "notice port"
@@ -261,30 +260,16 @@ def reordered(siege: Siege) -> None:
 @attack("stopped subscriber", NOBODY, "no one waits; newest on waking")
 def stopped_subscriber(siege: Siege) -> None:
     """SIGSTOP over five versions."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.e2e.siege.listener",
-        str(siege.folder),
-        str(siege.subscribers),
-        siege.run_id,
-    ]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline()
-        os.kill(child.pid, signal.SIGSTOP)
+    keys = (str(siege.folder / "receiver.curve"), str(siege.folder / "broker.curve.pub"))
+    address = f"tcp://127.0.0.1:{siege.subscribers}"
+    with process("tests.support.notices", "listen", address, siege.run_id, *keys) as listener:
+        listener.hear("ready")
+        listener.line()
+        os.kill(listener.running.pid, signal.SIGSTOP)
         for _ in range(5):
             answer = siege.fresh()
-        os.kill(child.pid, signal.SIGCONT)
-        deadline = time.monotonic() + FRESH_SECONDS
-        heard = -1
-        while heard != answer["version"]:
-            assert time.monotonic() < deadline, f"it heard of version {heard}, the newest is {answer['version']}"
-            heard = int(child.stdout.readline())
-    finally:
-        child.kill()
-        child.wait()
+        os.kill(listener.running.pid, signal.SIGCONT)
+        listener.hear(str(answer["version"]))
 
 
 @attack("trainer killed", NOBODY, "fresh by notice")
