@@ -111,16 +111,10 @@ def test_whatever_verify_finds_is_1(written: Written, lost: str, found: str) -> 
         assert delta_sync("verify", *flags, "--bucket", written.folder).code == 1
 
 
-def test_a_broken_history_is_1_for_log_and_inspect(written: Written) -> None:
+def test_a_head_that_names_what_is_gone_is_1(written: Written) -> None:
     written.lose(written.object_of(3))
     assert kind(1, "inspect", "--bucket", written.folder, "--version", "3") == "not_found"
     assert kind(3, "inspect", "--bucket", written.folder, "--version", "9") == "not_found"
-    written.lose(version_key(5))
-    done = delta_sync("log", "--bucket", written.folder)
-    assert (done.code, len(done.out.splitlines()), done.err.split(": ")[1]) == (1, 6, "not_found")
-
-
-def test_a_head_that_names_what_is_gone_is_1(written: Written) -> None:
     for version in range(9):
         written.lose(version_key(version))
     for arguments in (("log", "--bucket"), ("inspect", "--bucket"), ("verify", "--bucket")):
@@ -139,12 +133,6 @@ def test_versions_that_gc_cannot_keep_are_1(written: Written) -> None:
         code, document = code_of(written, *policy, *flags)
         assert (code, [row["version"] for row in document["lost"]]) == (1, [7, 8])
         assert kind(1, *policy, *flags, "--bucket", written.folder) == "incomplete"
-
-
-def test_ranges_that_compact_cannot_make_are_1(written: Written) -> None:
-    written.lose(written.object_of(7))
-    code, document = code_of(written, "compact")
-    assert (code, [(row["first"], row["last"]) for row in document["skipped"]]) == (1, [(4, 8)])
 
 
 def test_ranges_that_there_cannot_be_are_no_failure_of_compact(tmp_path: Path) -> None:

@@ -153,12 +153,6 @@ def test_nothing_published_says_why(out: Path, run: Path, tmp_path: Path) -> Non
     assert_versions(str(run), [weights(10)])
 
 
-def test_help_has_the_exit_codes() -> None:
-    text = shown("publish", "--help")
-    for part in ("--grace TIME", "nothing is published", "130 interrupted", "checkpoint-100, step_100"):
-        assert part in " ".join(text.split())
-
-
 def test_a_signed_run(out: Path, run: Path, tmp_path: Path) -> None:
     generate(tmp_path / "key")
     folder = write_checkpoint(out / "checkpoint-1", weights(1))

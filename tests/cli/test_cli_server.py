@@ -308,7 +308,11 @@ def test_what_a_server_says_is_harmless() -> None:
 
 
 @pytest.mark.parametrize(
-    "named", ["localhost:8000", "ftp://127.0.0.1", "http://u:p@127.0.0.1", "http://127.0.0.1/?token=x", ""]
+    "named",
+    [
+        *("", "localhost:8000", "ftp://127.0.0.1", "http://", "http://[x", "http://x:99999", "http://x#y"),
+        *("http://u:p@127.0.0.1", "http://127.0.0.1/?token=x"),
+    ],
 )
 def test_urls_of_no_server(named: str) -> None:
     with answering() as server:

@@ -236,14 +236,6 @@ def test_a_process_of_its_own_reads_the_same_settings(tmp_path: Path) -> None:
 # Loading
 
 
-def test_flag_over_environment_over_file_of_a_server(tmp_path: Path) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text('bucket = "/from-file"\npoll_seconds = 9.0\npolicy = "manual"\n')
-    environment = {"DELTA_SYNC_CONFIG": str(file), "DELTA_SYNC_POLL_SECONDS": "4", "OTHER": "x"}
-    settings = load_settings({"policy": "follow", "notice": None}, environment)
-    assert (settings.bucket, settings.poll_seconds, settings.policy) == ("/from-file", 4.0, "follow")
-
-
 def test_a_setting_that_does_not_fit_is_named(tmp_path: Path) -> None:
     for words, environment in (
         ("'bucket' is missing", {}),

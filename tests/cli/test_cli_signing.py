@@ -86,29 +86,6 @@ def test_what_only_reads_or_removes_needs_no_key(tmp_path: Path) -> None:
         answer(*arguments, "--bucket", world.url)
 
 
-READERS = (
-    *("log --bucket {url}", "inspect --bucket {url}", "inspect --bucket {url} --version 1", "verify --bucket {url}"),
-    *(
-        "gc --bucket {url} --yes",
-        "tag list --bucket {url}",
-        "compact --bucket {url} --dry-run",
-        "repair --bucket {url}",
-    ),
-)
-
-
-def test_every_reader_refuses_what_is_not_trusted(tmp_path: Path) -> None:
-    world = KeyedRun(tmp_path)
-    world.run.deltas("plain")
-    for command in READERS:
-        arguments = command.format(url=world.url).split()
-        answer(*arguments, "--trusted-keys", world.pub("root"))
-        refused = refusal(*arguments, "--trusted-keys", world.pub("stranger"), code=1)
-        assert refused["kind"] == "signature"
-        assert refusal(*arguments, code=1, DELTA_SYNC_TRUSTED_KEYS=world.pub("stranger")) == refused
-        assert kind(2, *arguments, "--trusted-keys", tmp_path / "nowhere") == "settings"
-
-
 def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
     world = KeyedRun(tmp_path)
     world.run.deltas("plain")
