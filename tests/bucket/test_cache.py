@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.errors import NotFoundError, StoreError
-from vllm_delta_sync.format.manifest import ObjectRef, object_key
 from vllm_delta_sync.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
 MANY = 1 << 40
-
-
-def ref_of(data: bytes) -> ObjectRef:
-    digest = sha256(data).hexdigest()
-    return ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
 
 
 def names(directory: Path) -> set[str]:
@@ -129,17 +123,6 @@ def test_a_damaged_file_is_replaced(
     assert names(tmp_path) == {source.ref.sha256}
 
 
-def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    a, b, c = (Source(letter * 100) for letter in (b"a", b"b", b"c"))
-    other = tmp_path / "not-ours.txt"
-    other.write_bytes(bytes(1000))
-    assert not a.got_from(ObjectCache(tmp_path, 200))
-    assert not b.got_from(ObjectCache(tmp_path, 200))
-    assert a.got_from(ObjectCache(tmp_path, 200))
-    assert not c.got_from(ObjectCache(tmp_path, 200))
-    assert names(tmp_path) == {a.ref.sha256, c.ref.sha256, other.name}
-
-
 def test_the_limit_holds_while_others_write(tmp_path: Path) -> None:
     a, b, c, d = (Source(letter * 100) for letter in (b"a", b"b", b"c", b"d"))
     cache = ObjectCache(tmp_path, 200)
@@ -161,10 +144,11 @@ def test_the_limit_holds_while_others_write(tmp_path: Path) -> None:
 
 @given(st.integers(0, 60), st.lists(st.integers(1, 40), max_size=30))
 def test_the_limit_holds_and_the_order_is_that_of_use(limit: int, sizes: list[int]) -> None:
-    """Against a list in order of use. Objects of one size are the same object."""
+    """Against a list in order of use. Objects of one size are the same; what is not ours stays and does not count."""
     held: list[Source] = []
     sources = {size: Source(bytes([size]) * size) for size in sizes}
     with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "not-ours.txt").write_bytes(bytes(1000))
         for size in sizes:
             source = sources[size]
             assert source.got_from(ObjectCache(Path(directory), limit)) == (source in held)
@@ -175,7 +159,13 @@ def test_the_limit_holds_and_the_order_is_that_of_use(limit: int, sizes: list[in
                 while sum(each.ref.bytes for each in held) + size > limit:
                     held.pop(0)
                 held.append(source)
-            assert names(Path(directory)) == {each.ref.sha256 for each in held}
+            assert names(Path(directory)) == {each.ref.sha256 for each in held} | {"not-ours.txt"}
+
+
+def test_a_cache_of_no_size_makes_no_directory(tmp_path: Path) -> None:
+    source, cache = Source(b"one"), ObjectCache(tmp_path / "unused", 0)
+    assert [source.got_from(cache), source.got_from(cache)] == [False, False]
+    assert not (tmp_path / "unused").exists()
 
 
 # Problems of the cache

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bucket.test_cache import MANY, SECONDS, Source, names, ref_of, script
+from tests.bucket.test_cache import MANY, SECONDS, Source, names, script
 from tests.support.running import context_of_processes, eventually
+from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware import mirror

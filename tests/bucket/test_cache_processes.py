@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.bucket.test_cache import MANY, SECONDS, Source, names, ref_of
+from tests.bucket.test_cache import MANY, SECONDS, Source, names
 from tests.support.running import context_of_processes
+from tests.support.samples import ref_of
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.errors import StoreError
 
@@ -184,12 +185,3 @@ def test_threads_in_a_race_fetch_once(tmp_path: Path) -> None:
             future.result()
     assert [source.asked for source in sources] == [1] * rounds
     assert names(tmp_path) == {source.ref.sha256 for source in sources}
-
-
-def test_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:
-    small, large = Source(b"s" * 100), Source(b"l" * 101)
-    cache = ObjectCache(tmp_path, 100)
-    assert [each.got_from(cache) for each in (small, large, large, small)] == [False, False, False, True]
-    nothing = ObjectCache(tmp_path / "unused", 0)
-    assert [small.got_from(nothing), small.got_from(nothing)] == [False, False]
-    assert not (tmp_path / "unused").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import interruptible
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.errors import StoreError
@@ -81,16 +82,11 @@ def test_an_interrupt_does_not_wait_for_a_store_that_hangs() -> None:
         begun.wait()
         os.kill(os.getpid(), signal.SIGINT)
 
-    # A shell lets what it runs in the background ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(in_parallel(call, range(2)))
-        assert not over.is_set()
-    finally:
-        hangs.set()
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        list(in_parallel(call, range(2)))
+    assert not over.is_set()
+    hangs.set()
 
 
 def test_a_version_in_parts_goes_out_at_the_end_of_a_program_that_closes_nothing(tmp_path: Path) -> None:

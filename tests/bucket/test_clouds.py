@@ -1,20 +1,16 @@
-"""A run through gs:// and az://, and what each says of a bucket or credentials that are wrong."""
+"""What gs:// and az:// say of a bucket or credentials that are wrong. A run through each: tests/e2e/test_stores.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.bucket.contract.conftest import reachable
 from tests.support import google_store
 from tests.support.stores import Store
-from trainer_side import Publisher
-from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError
-from vllm_delta_sync.tensors.torch_views import bits_of
 
 
 @pytest.fixture(params=["gs", "az"])
@@ -26,20 +22,6 @@ def scheme(request: pytest.FixtureRequest) -> str:
 def store(scheme: str, tmp_path: Path) -> Iterator[Store]:
     with reachable(scheme, tmp_path) as found:
         yield found
-
-
-def test_run_is_published_and_restored_bit_for_bit(store: Store) -> None:
-    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
-    with Publisher(model, bucket=store.url) as publisher, torch.no_grad():
-        for step in range(1, 4):
-            model.weight[step] += 1
-            publisher.publish(step=step, wait=True)
-    run = open_run(store.url)
-    held = dict(run.tensors(version=3))
-    assert sorted(held) == ["bias", "weight"]
-    for name, tensor in model.state_dict().items():
-        assert bits_of(held[name]).tobytes() == bits_of(tensor).tobytes()
-    assert not run.verify().findings
 
 
 @pytest.mark.usefixtures("store")

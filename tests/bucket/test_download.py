@@ -7,11 +7,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
@@ -29,11 +29,6 @@ PIECE = 1000
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(downloads, "LARGE_BYTES", 4 * PIECE)
-
-
-def ref_of(data: bytes) -> ObjectRef:
-    digest = sha256(data).hexdigest()
-    return ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
 
 
 class Counting(BucketMiddleware):

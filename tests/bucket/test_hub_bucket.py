@@ -87,24 +87,6 @@ def test_a_token_that_was_renewed_in_its_file_is_taken_up(
     assert bucket.get("a") == b"x"
 
 
-def test_a_bucket_that_does_not_exist_is_not_made(hub: Hub, tmp_path: Path) -> None:
-    bucket = opened("hf://buckets/team/none/run")
-    reads: list[Callable[[], object]] = [
-        lambda: bucket.get("a"),
-        lambda: bucket.get_range("a", 0, 1),
-        lambda: bucket.stat("a"),
-    ]
-    for read in reads:
-        with pytest.raises(NotFoundError, match="no bucket team/none"):
-            read()
-    assert list(bucket.list()) == []
-    bucket.delete("a")
-    for if_absent in (False, True):
-        with pytest.raises(StoreError, match=r"no bucket team/none.*hf buckets create team/none"):
-            bucket.put("a", b"x", if_absent=if_absent)
-    assert hub.requests(r"/api/buckets/team/none$") == []
-
-
 # What is asked of the Hub
 
 

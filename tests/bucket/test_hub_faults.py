@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support.hub_buckets import ID, URL, opened
 from tests.support.hub_store import Hub
+from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
@@ -22,7 +22,6 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     StoreError,
 )
-from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 PATIENCE_SECONDS = 60.0
 """Of a try, where no deadline is under test: on a busy machine a try may take seconds."""
@@ -224,8 +223,7 @@ def test_a_refusal_is_not_repeated(
 
 
 def test_a_flipped_byte_is_found_by_the_digest_alone(hub: Hub, bucket: Bucket) -> None:
-    digest = sha256(DATA).hexdigest()
-    ref = ObjectRef(key=object_key(digest), bytes=len(DATA), sha256=digest)
+    ref = ref_of(DATA)
     bucket.put(ref.key, DATA)
     hub.fault("flip", "/cdn/file")
     with pytest.raises(DigestError):
@@ -253,12 +251,18 @@ def test_tokens_and_addresses_that_ran_out_are_renewed(hub: Hub, bucket: Bucket,
 def test_a_bucket_that_goes_and_comes_again(hub: Hub, bucket: Bucket, tmp_path: Path) -> None:
     get(bucket, tmp_path)
     hub.delete_bucket(ID)
+    hub.forget_requests()
     try:
-        with pytest.raises(StoreError, match=f"hf buckets create {ID}"):
-            put(bucket, tmp_path)
-        with pytest.raises(NotFoundError):
-            get(bucket, tmp_path)
+        for write in WRITES:
+            with pytest.raises(StoreError, match=rf"no bucket {ID}.*hf buckets create {ID}"):
+                write(bucket, tmp_path)
+        for read in (get, get_range, stat):
+            with pytest.raises(NotFoundError, match=f"no bucket {ID}"):
+                read(bucket, tmp_path)
         assert list(bucket.list()) == []
+        delete(bucket, tmp_path)
+        # It is not made by anybody but the user.
+        assert hub.requests(rf"/api/buckets/{ID}$") == []
     finally:
         hub.create_bucket(ID)
     assert list(bucket.list()) == []

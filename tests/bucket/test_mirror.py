@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
@@ -21,7 +22,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     UnavailableError,
 )
-from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import object_key
 
 PIECE = 1000
 
@@ -80,8 +81,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.data = os.urandom(5 * PIECE + 1)
-        digest = sha256(self.data).hexdigest()
-        self.ref = ObjectRef(key=object_key(digest), bytes=len(self.data), sha256=digest)
+        self.ref = ref_of(self.data)
         self.origin, self.mirror = Calls(folder / "origin"), Calls(folder / "mirror")
         self.now = 1000.0
         self.hung = threading.Event()

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from tests.support.samples import ref_of
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket, peer, ranged
 from vllm_delta_sync.bucket.factory import OpenedBucket
@@ -26,7 +26,7 @@ from vllm_delta_sync.cache.folder import CacheFolder
 from vllm_delta_sync.cache.object_server import ObjectServer
 from vllm_delta_sync.cache.peer_server import PeerServer
 from vllm_delta_sync.errors import DigestError, SettingsError, UsageError
-from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef
 
 TEXT = "0123456789abcdef-a-token"
 TOKEN = AdminToken.of(TEXT, "test")
@@ -69,9 +69,9 @@ class Site:
 
     def put(self, size: int) -> tuple[ObjectRef, bytes]:
         data = os.urandom(size)
-        digest = sha256(data).hexdigest()
-        self.link.put(object_key(digest), data)
-        return ObjectRef(key=object_key(digest), bytes=size, sha256=digest), data
+        ref = ref_of(data)
+        self.link.put(ref.key, data)
+        return ref, data
 
     def serve(self, name: str, token: AdminToken | None = TOKEN) -> PeerServer:
         objects = ObjectServer(self.folder / name, LIMIT, lambda: self.link, token)

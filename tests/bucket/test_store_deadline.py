@@ -1,7 +1,6 @@
 """Calls that hang: they are given up in time, and do no harm when they end after all."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import eventually
+from tests.support.running import eventually, interrupted
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
@@ -34,14 +33,6 @@ def local(url: str) -> Bucket:
     bucket = open_bucket(url)
     bucket.put("key", b"first")
     return bucket
-
-
-@pytest.fixture
-def handler() -> Iterator[None]:
-    """What runs in the background of a shell ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -151,23 +142,12 @@ def test_a_put_has_time_for_its_size(local: Bucket) -> None:
     timer.join()
 
 
-@pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupts_get_through_at_once(local: Bucket, tmp_path: Path, name: str) -> None:
     gated = GatedBucket(local, name)
     bucket = DeadlineBucket(gated, LONG)
-
-    def interrupt() -> None:
-        gated.begun[name].wait(60)
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(gated.begun[name]):
         CALLS[name](bucket, tmp_path / "copy")
-    thread.join()
     gated.let_go(name)
     assert gated.ended[name].wait(60)
     eventually(lambda: not list(tmp_path.glob(".*")))

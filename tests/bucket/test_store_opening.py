@@ -7,7 +7,6 @@ import pytest
 from tests.support.clouds import KEYS, far_from_clouds
 from vllm_delta_sync.bucket import StoreOptions, open_beside, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
-from vllm_delta_sync.errors import UsageError
 
 ENDPOINT = "http://127.0.0.1:7"
 
@@ -30,9 +29,3 @@ def test_an_endpoint_goes_for_one_kind_of_store() -> None:
     assert endpoint_beside("hf://buckets/a/b/run", "HF://buckets/a/c/run") == ENDPOINT
     assert endpoint_beside("hf://buckets/a/b/run", "s3://a/run") is None
     assert endpoint_beside("s3://a/run", "hf://buckets/a/b/run") is None
-
-
-@pytest.mark.parametrize("url", ["s3://127.0.0.1:9000/runs/a", "hf://localhost:80/buckets/a/b", "gs://a:1"])
-def test_a_host_with_a_port_is_no_bucket(url: str) -> None:
-    with pytest.raises(UsageError, match=r"host and a port.*store_endpoint"):
-        open_bucket(url)

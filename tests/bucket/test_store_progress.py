@@ -1,9 +1,7 @@
-"""What people see of a slow transfer: bars on a real terminal, lines in the log elsewhere, nothing if it is fast."""
+"""What people see of a slow transfer: bars on a terminal, lines in the log elsewhere, nothing if it is fast."""
 
 import io
 import logging
-import os
-import pty
 import re
 import sys
 import threading
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import eventually
 from tests.support.store_faults import GatedBucket, ReportingBucket
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware import progress
@@ -26,79 +25,31 @@ KEY = "objects/large"
 MODES: tuple[Mode, ...] = ("auto", "bar", "log")
 
 
-class Lines(logging.Handler):
+class Lines:
     """Lines of the log as they come, to wait for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._changed = threading.Condition()
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
 
-    def emit(self, record: logging.LogRecord) -> None:
-        with self._changed:
-            self.seen.append(record.getMessage())
-            self._changed.notify_all()
+    @property
+    def seen(self) -> list[str]:
+        return self._caplog.messages
 
     def wait_for(self, pattern: str) -> None:
-        with self._changed:
-            found = self._changed.wait_for(lambda: any(re.search(pattern, line) for line in self.seen), 60)
-        assert found, f"no line matches {pattern!r}: {self.seen}"
+        eventually(lambda: any(re.search(pattern, line) for line in self.seen))
 
 
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    logger, handler = logging.getLogger("vllm_delta_sync.bucket"), Lines()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    caplog.set_level(logging.INFO, "vllm_delta_sync.bucket")
+    return Lines(caplog)
 
 
-class Terminal:
-    """A pseudo-terminal in place of stderr, and what was written to it."""
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
 
-    def __init__(self) -> None:
-        self._reader, writer = pty.openpty()
-        self.stderr = os.fdopen(writer, "w")
-        self.written = ""
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def wait_for(self, pattern: str) -> None:
-        with self._changed:
-            found = self._changed.wait_for(lambda: re.search(pattern, self.written), 60)
-        assert found, f"nothing matches {pattern!r}: {self.written!r}"
-
-    def write_after(self) -> None:
-        """Something that is not a bar."""
-        self.stderr.write("what comes after\n")
-        self.stderr.flush()
-        self.wait_for("what comes after")
-
-    def close(self) -> None:
-        self.stderr.close()
-        self._thread.join(60)
-        os.close(self._reader)
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self._reader, 65536)
-            except OSError:  # how Linux says that the other end is closed
-                return
-            with self._changed:
-                self.written += data.decode()
-                self._changed.notify_all()
-
-
-@pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    opened = Terminal()
-    yield opened
-    opened.close()
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -180,16 +131,14 @@ def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "bar"])
-def test_bars_on_a_terminal(
-    local: Bucket, terminal: Terminal, lines: Lines, mode: Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal.stderr)
+def test_bars_on_a_terminal(local: Bucket, lines: Lines, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "DRAW_SECONDS", 0)
     with halfway(local, mode, "put"):
-        terminal.wait_for(r"up large: +50%\|.*\| 2\.00M/4\.00M \[")
-    terminal.write_after()
+        eventually(lambda: re.search(r"up large: +50%\|.*\| 2\.00M/4\.00M \[", terminal.getvalue()) is not None)
     # The bar is wiped out, and the cursor is back at the beginning of its line.
-    assert re.search(r"\r +\rwhat comes after", terminal.written)
+    assert re.search(r"\r +\r$", terminal.getvalue())
     assert lines.seen == []
 
 

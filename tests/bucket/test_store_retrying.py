@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 import random
-import signal
 import tempfile
 import threading
 import time
@@ -16,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from tests.support.running import interrupted
 from tests.support.store_faults import (
     CUT,
     FlakyBucket,
@@ -195,35 +195,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     retry.logger.removeHandler(handler)
 
 
-@pytest.fixture
-def handler() -> Iterator[None]:
-    """What runs in the background of a shell ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def interrupt_main(when: threading.Event) -> threading.Thread:
-    """Ctrl-C for the main thread after the event; what it is doing is what is interrupted."""
-
-    def interrupt() -> None:
-        when.wait(60)
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    return thread
-
-
-@pytest.mark.usefixtures("handler")
 def test_interrupts_end_a_pause(local: Bucket, waiting: threading.Event) -> None:
     bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), StoreUsage())
-    thread = interrupt_main(waiting)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(waiting):
         bucket.put("key", b"x")
-    thread.join()
 
 
 def test_close_ends_a_pause(local: Bucket, waiting: threading.Event) -> None:
@@ -320,8 +295,9 @@ def test_a_store_that_breaks_off_at_random_is_still_a_dict(all_of_them: bool) ->
                 assert self.bucket.get(key) == self.model[key]
                 assert self.bucket.get_range(key, start, length) == self.model[key][start : start + length]
             else:
-                with pytest.raises(NotFoundError):
-                    self.bucket.get(key)
+                for call in (self.bucket.get, self.bucket.stat):
+                    with pytest.raises(NotFoundError):
+                        call(key)
 
         @invariant()
         def lists_all(self) -> None:

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -62,6 +64,38 @@ def eventually(holds: Callable[[], bool], seconds: float = 120) -> None:
     while not holds():
         assert time.monotonic() < end, "never came true"
         time.sleep(0.002)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is an error within the block. What runs in the background of a shell would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupted(when: threading.Event) -> Iterator[None]:
+    """Ctrl-C comes to the main thread after the event, and ends what it is doing in the block."""
+
+    def interrupt() -> None:
+        assert when.wait(60)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    with interruptible():
+        thread.start()
+        try:
+            yield
+        except KeyboardInterrupt:
+            return
+        finally:
+            thread.join()
+    pytest.fail("it ended before it was interrupted")
 
 
 @contextmanager

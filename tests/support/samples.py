@@ -109,6 +109,12 @@ def whole_object(table: TensorTable, bits: list[Bits]) -> bytes:
         return path.read_bytes()
 
 
+def ref_of(data: bytes) -> ObjectRef:
+    """How a manifest names an object."""
+    digest = sha256(data).hexdigest()
+    return ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest)
+
+
 class RunWriter:
     """Writes a run into a bucket version by version, the way a publisher does: objects, manifest, HEAD.
 

@@ -105,17 +105,6 @@ def test_create_if_absent_leaves_the_first(bucket: Bucket) -> None:
     assert bucket.get("key") == b"first"
 
 
-def test_put_replaces_and_deleted_keys_can_be_created(bucket: Bucket) -> None:
-    bucket.put("key", b"first", if_absent=True)
-    bucket.put("key", b"second, longer")
-    assert bucket.get("key") == b"second, longer"
-    bucket.put("key", b"3rd")
-    assert bucket.get("key") == b"3rd"
-    bucket.delete("key")
-    bucket.put("key", b"again", if_absent=True)
-    assert bucket.get("key") == b"again"
-
-
 def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
     bucket.put("folder/key", b"x")
     for key in ("key", "folder", "folder/other", "folder/key/below", "nowhere/key"):
@@ -127,20 +116,6 @@ def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
             bucket.stat(key)
         bucket.delete(key)
     assert bucket.get("folder/key") == b"x"
-
-
-def test_delete(bucket: Bucket) -> None:
-    assert list(bucket.list("some/pre")) == []
-    bucket.delete("a/b")
-    with pytest.raises(NotFoundError):
-        bucket.get("a/b")
-    bucket.put("a/b", b"x")
-    bucket.put("a/c", b"y")
-    bucket.delete("a/b")
-    bucket.delete("a/b")
-    assert [info.key for info in bucket.list()] == ["a/c"]
-    with pytest.raises(NotFoundError):
-        bucket.stat("a/b")
 
 
 def test_get_refuses_what_is_too_large(bucket: Bucket) -> None:

@@ -59,8 +59,9 @@ def test_a_bucket_is_a_sorted_dict(place: str) -> None:
                 assert self.bucket.get_range(key, start, length) == self.model[key][start : start + length]
                 assert self.bucket.stat(key).bytes == len(self.model[key])
             else:
-                with pytest.raises(NotFoundError):
-                    self.bucket.get(key)
+                for call in (self.bucket.get, self.bucket.stat, lambda key: self.bucket.get_range(key, start, length)):
+                    with pytest.raises(NotFoundError):
+                        call(key)
 
         @rule(prefix=st.sampled_from(["a", "a/", "b/x", "b/x/deep", "H", "c"]))
         def list_prefix(self, prefix: str) -> None:
