@@ -1,85 +1,44 @@
-"""A trainer in a process of its own: run as ``python -m tests.e2e.trainer FAMILY CHECKPOINT RUN SHARD_BYTES WRITERS``.
+"""A trainer in a process of its own: run as ``python -m tests.e2e.trainer FAMILY OPTIONS [die]``.
 
-For each line of standard input it trains a step and publishes it, and answers with the version's number. With ``die``
-in place of the numbers it publishes a step, and is killed by SIGKILL after the objects and before the manifest.
+OPTIONS is JSON: the arguments of ``Publisher``. It answers with a line of JSON when it has begun. For each line of
+standard input it trains a step, publishes it, and answers with its version, its fingerprint, and the seconds for which
+the training loop stood still. With ``die`` it publishes a step, and is killed by SIGKILL after the objects and before
+the manifest.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache
-from hashlib import sha256
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from tests.support.tiny import make_model, train_steps
 
 
-def main(family: str, base: str, url: str, shard_bytes: str, writers: str = "0") -> None:
-    dies = shard_bytes == "die"
-    putting = upload_by_processes(url, int(writers)) if int(writers) else set()
-    # Not before, and not above: those processes import this module too.
-    from tests.support.tiny import make_model, train_steps
+def main(family: str, options: str, end: str = "") -> None:
     from trainer_side import Publisher
+    from vllm_delta_sync import open_run
 
     model = make_model(family, seed=5)
     steps = train_steps(model, lr=3e-5)
-    with Publisher(model, bucket=url, base=base, shard_bytes=2**30 if dies else int(shard_bytes)) as publisher:
-        print("ready", flush=True)
-        if dies:
+    arguments = json.loads(options)
+    with Publisher(model, **arguments) as publisher:
+        print(json.dumps({"run": publisher.run}), flush=True)
+        if end == "die":
             die_before_the_manifest()
-        for number, _ in enumerate(["die"] if dies else sys.stdin, start=1):
+        for number, _ in enumerate([end] if end else sys.stdin, start=1):
             next(steps)
-            result = publisher.publish(step=number, wait=True)
+            started = time.perf_counter()
+            result = publisher.publish(step=number)
+            stood_still = time.perf_counter() - started
             publisher.flush()
-            print(result.version, flush=True)
-    if len(putting) != int(writers):
-        raise SystemExit(f"{len(putting)} of {writers} processes have put objects")
-
-
-def upload_by_processes(url: str, writers: int) -> set[int]:
-    """Let so many processes put objects, each with a bucket of its own, as the ranks of a sharded trainer would.
-
-    Returns:
-        the ids of the processes that have put some, which grows.
-    """
-    from trainer_side.writer import RunWriter
-
-    pool = ProcessPoolExecutor(writers, get_context("spawn"))
-    # All at once, so that each starts one.
-    list(pool.map(cached_url, [url] * writers))
-
-    putting: set[int] = set()
-
-    def put(self: RunWriter, data: bytes) -> ObjectRef:
-        process, ref = pool.submit(put_by_itself, url, data).result()
-        putting.add(process)
-        return ref
-
-    RunWriter.put_object = put  # type: ignore[assignment, method-assign]
-    return putting
-
-
-def put_by_itself(url: str, data: bytes) -> tuple[int, ObjectRef]:
-    """Store one object of a version; the work of one writer, whose process id comes first."""
-    digest = sha256(data).hexdigest()
-    ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
-    cached_bucket(url).put(ref.key, data)
-    return os.getpid(), ref
-
-
-@cache
-def cached_bucket(url: str) -> Bucket:
-    return open_bucket(url)
-
-
-def cached_url(url: str) -> str:
-    return cached_bucket(url).url
+            fingerprint = open_run(arguments["bucket"]).manifest(int(result.version or 0)).fingerprint
+            answer = {"version": result.version, "fingerprint": fingerprint, "seconds": stood_still}
+            print(json.dumps(answer), flush=True)
 
 
 def die_before_the_manifest() -> None:
@@ -96,47 +55,61 @@ def die_before_the_manifest() -> None:
     LocalBucket.put = put  # type: ignore[method-assign]
 
 
-class Trainer:
-    """Drives the process."""
+class Child:
+    """A process of ours that answers lines of JSON."""
 
-    def __init__(
-        self,
-        family: str,
-        base: Path,
-        url: str,
-        environment: Mapping[str, str] | None = None,
-        shard_bytes: int = 2**30,
-        writers: int = 0,
-    ) -> None:
-        """``writers``: processes that put objects, 0 for the publisher itself."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.trainer", family, str(base), url, str(shard_bytes), str(writers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
-        assert self._line() == "ready"
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={**os.environ, **(environment or {})},
+            )
 
-    def step(self) -> int:
-        """Train and publish; the version."""
-        if self.process.stdin is None:
-            raise AssertionError("the trainer has no input")
-        self.process.stdin.write("step\n")
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        text = self.process.stdout.readline()
+        assert text, f"{self.process.args!r} ended with {self.process.wait(120)}"
+        document: dict[str, Any] = json.loads(text)
+        return document
+
+    def ask(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        return int(self._line())
+        return self.line()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(120)
 
     def close(self) -> None:
-        """End the process."""
-        if self.process.poll() is None and self.process.stdin is not None:
-            self.process.stdin.close()
-            assert self.process.wait(300) == 0
+        if self.process.poll() is None:
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            self.process.terminate()
+            self.process.wait(120)
 
-    def _line(self) -> str:
-        line = self.process.stdout.readline() if self.process.stdout is not None else ""
-        assert line, f"the trainer ended with {self.process.wait(120)}"
-        return line.strip()
+
+class Trainer(Child):
+    """Drives the program.
+
+    Attributes:
+        run: id of the run.
+    """
+
+    def __init__(self, family: str, log: Path, environment: Mapping[str, str] | None = None, **options: Any) -> None:
+        command = [sys.executable, "-m", "tests.e2e.trainer", family, json.dumps(options)]
+        super().__init__(command, log, environment)
+        self.run = str(self.line()["run"])
+
+    def step(self) -> dict[str, Any]:
+        """Train and publish; what the program says of it."""
+        return self.ask("publish")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:6])
+    main(*sys.argv[1:4])

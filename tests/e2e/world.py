@@ -1,5 +1,6 @@
 """A model in training, the run that it publishes, and servers that follow it: what tests with real vLLM start from."""
 
+import json
 import os
 import signal
 import sys
@@ -66,7 +67,8 @@ class World:
     def die_in_a_publish(self) -> None:
         """Another process takes the run over, and is killed after a version's objects and before its manifest."""
         self._stack.close()
-        command = [sys.executable, "-m", "tests.e2e.trainer", self.family, str(self.base), self.url, "die"]
+        options = json.dumps({"bucket": self.url, "base": str(self.base)})
+        command = [sys.executable, "-m", "tests.e2e.trainer", self.family, options, "die"]
         process = warm.start(command, self.root / "trainer.log", {})
         assert process.wait(300) == -signal.SIGKILL, (self.root / "trainer.log").read_text()
 

@@ -1,21 +1,19 @@
 """The processes under attack, and what must be true of them before, during and after."""
 
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.e2e.servers import Server, delta_sync_serve, free_port, serving
+from tests.e2e.trainer import Child, Trainer
 from tests.security.canaries import Canaries
 from tests.support.proxy import TcpProxy
 from tests.support.tiny import make_model, save_checkpoint
@@ -49,42 +47,6 @@ class Seen:
     stood_still: float = 0.0
     fresh: float = 0.0
     notes: list[str] = field(default_factory=list)
-
-
-class Child:
-    """A process of ours that answers lines of JSON."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
-            )
-
-    def line(self) -> dict[str, Any]:
-        stdout: IO[str] | None = self.process.stdout
-        text = "" if stdout is None else stdout.readline()
-        assert text, f"{self.process.args!r} ended with {self.process.wait(120)}"
-        document: dict[str, Any] = json.loads(text)
-        return document
-
-    def ask(self, command: str) -> dict[str, Any]:
-        stdin = self.process.stdin
-        if stdin is None:
-            raise AssertionError("no standard input")
-        stdin.write(command + "\n")
-        stdin.flush()
-        return self.line()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(120)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-            self.process.terminate()
-            self.process.wait(120)
 
 
 class Siege:
@@ -134,24 +96,14 @@ class Siege:
 
     def _start_broker(self) -> Child:
         program = str(Path(sys.executable).with_name("delta-sync"))
-        child = Child(
-            [
-                program,
-                "broker",
-                "--publishers",
-                f"tcp://127.0.0.1:{self.publishers}",
-                "--subscribers",
-                f"tcp://127.0.0.1:{self.subscribers}",
-                "--key",
-                str(self.folder / "broker.curve"),
-                "--allowed-publishers",
-                str(self.folder / "publishers"),
-                "--allowed-subscribers",
-                str(self.folder / "subscribers"),
-                "--json",
-            ],
-            self.folder / "broker.log",
-        )
+        command = [
+            *(program, "broker", "--json", "--key", str(self.folder / "broker.curve")),
+            *("--publishers", f"tcp://127.0.0.1:{self.publishers}"),
+            *("--subscribers", f"tcp://127.0.0.1:{self.subscribers}"),
+            *("--allowed-publishers", str(self.folder / "publishers")),
+            *("--allowed-subscribers", str(self.folder / "subscribers")),
+        ]
+        child = Child(command, self.folder / "broker.log")
         child.line()
         self._stack.callback(child.close)
         return child
@@ -159,21 +111,20 @@ class Siege:
     def restart_broker(self) -> None:
         self.broker = self._start_broker()
 
-    def _start_trainer(self) -> Child:
-        options = {
-            "bucket": str(self.run),
-            "base": str(self.base),
-            "notice": f"connect:tcp://127.0.0.1:{self.up.port}",
-            "notice_key": str(self.folder / "publisher.curve"),
-            "notice_allowed": str(self.folder / "broker.curve.pub"),
-            "signing_key": str(self.canaries.signing_key),
-        }
-        child = Child(
-            [sys.executable, "-m", "tests.e2e.siege.trainer", FAMILY, json.dumps(options)], self.folder / "trainer.log"
+    def _start_trainer(self) -> Trainer:
+        trainer = Trainer(
+            FAMILY,
+            self.folder / "trainer.log",
+            bucket=str(self.run),
+            base=str(self.base),
+            notice=f"connect:tcp://127.0.0.1:{self.up.port}",
+            notice_key=str(self.folder / "publisher.curve"),
+            notice_allowed=str(self.folder / "broker.curve.pub"),
+            signing_key=str(self.canaries.signing_key),
         )
-        self.run_id = child.line()["run"]
-        self._stack.callback(child.close)
-        return child
+        self.run_id = trainer.run
+        self._stack.callback(trainer.close)
+        return trainer
 
     def restart_trainer(self) -> None:
         self.trainer = self._start_trainer()
@@ -226,7 +177,7 @@ class Siege:
 
     def publish(self) -> dict[str, Any]:
         """One training step; what the trainer says of it."""
-        answer = self.trainer.ask("publish")
+        answer = self.trainer.step()
         self.seen.stood_still = max(self.seen.stood_still, answer["seconds"])
         assert answer["seconds"] < BLOCKED_SECONDS, f"the training loop stood still for {answer['seconds']:.1f} s"
         return answer
