@@ -1,11 +1,10 @@
 """A web server as a mirror."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.answers import Answer, Answers, answering, in_pieces
+from tests.support.answers import Answer, Answers, in_pieces
 from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
 from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
@@ -16,14 +15,8 @@ OPTIONS = StoreOptions(store_deadline=60)
 
 
 @pytest.fixture
-def answers() -> Iterator[Answers]:
-    with answering() as server:
-        server.reply = lambda asked: in_pieces(DATA, asked) if asked.path == "/runs/one/objects/a" else Answer(404)
-        yield server
-
-
-@pytest.fixture
 def mirror(answers: Answers) -> HttpBucket:
+    answers.reply = lambda asked: in_pieces(DATA, asked) if asked.path == "/runs/one/objects/a" else Answer(404)
     return HttpBucket(f"{answers.url}/runs/one/", OPTIONS)
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, Source, allow_mirrors
 from vllm_delta_sync.bucket.verified import download_object, fetch_object
 from vllm_delta_sync.errors import (
@@ -25,6 +26,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.manifest import object_key
 
 PIECE = 1000
+_Result = TypeVar("_Result")
 
 
 @pytest.fixture(autouse=True)
@@ -41,29 +43,14 @@ class Calls(BucketMiddleware):
         self.spoil: Callable[[bytes], bytes] = lambda data: data
         self.closed = False
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        self.calls.append(("get", key))
-        return self.spoil(self._inner.get(key, max_bytes=max_bytes))
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self.calls.append(("get_range", key))
-        return self.spoil(self._inner.get_range(key, start, length))
-
-    def stat(self, key: str) -> ObjectInfo:
-        self.calls.append(("stat", key))
-        return self._inner.stat(key)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        self.calls.append((call.method, call.key))
+        found = run()
+        return self.spoil(found) if isinstance(found, bytes) else found  # type: ignore[return-value]
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self.calls.append(("list", prefix))
         return self._inner.list(prefix)
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self.calls.append(("put", key))
-        self._inner.put(key, data, if_absent=if_absent)
-
-    def delete(self, key: str) -> None:
-        self.calls.append(("delete", key))
-        self._inner.delete(key)
 
     def close(self) -> None:
         self.closed = True

@@ -3,13 +3,12 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.support.answers import Answer, Answers, Asked, answering, in_pieces, silent
+from tests.support.answers import Answer, Answers, Asked, in_pieces, silent
 from tests.support.clouds import KEYS, SECRET, far_from_clouds, opened
 from tests.support.stores import s3_server
 from vllm_delta_sync.errors import AccessError, StoreError, UnavailableError, UsageError
@@ -18,12 +17,6 @@ from vllm_delta_sync.errors import AccessError, StoreError, UnavailableError, Us
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     far_from_clouds(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def answers() -> Iterator[Answers]:
-    with answering() as server:
-        yield server
 
 
 def key_of(asked: Asked) -> str:

@@ -2,12 +2,12 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.answers import Answer, Answers, Asked, answering, closed_port, in_pieces, silent
+from tests.support.answers import Answer, Answers, Asked, closed_port, in_pieces, silent
 from tests.support.clouds import ANYBODY, KEYS, SECRET, far_from_clouds, opened
 from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
@@ -32,12 +32,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     for name, value in {**ANYBODY, **KEYS}.items():
         if name != "AWS_SKIP_SIGNATURE":
             monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def answers() -> Iterator[Answers]:
-    with answering() as server:
-        yield server
 
 
 def refusing(status: int, code: str = "") -> Callable[[Asked], Answer]:

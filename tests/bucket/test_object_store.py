@@ -4,13 +4,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-from tests.support.answers import Answer, Answers, answering, closed_port, in_pieces
+from tests.support.answers import Answer, Answers, closed_port, in_pieces
 from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
 from tests.support.stores import s3_server
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
@@ -24,12 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     far_from_clouds(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def answers() -> Iterator[Answers]:
-    with answering() as server:
-        yield server
 
 
 @pytest.fixture

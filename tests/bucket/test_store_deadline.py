@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.running import eventually, interrupted
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
@@ -29,10 +29,9 @@ CALLS: dict[str, Callable[[Bucket, Path], object]] = {
 
 
 @pytest.fixture
-def local(url: str) -> Bucket:
-    bucket = open_bucket(url)
-    bucket.put("key", b"first")
-    return bucket
+def local(local: Bucket) -> Bucket:
+    local.put("key", b"first")
+    return local
 
 
 @pytest.mark.parametrize("name", CALLS)

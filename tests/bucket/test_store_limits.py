@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.store_faults import PlannedBucket, ReportingBucket, SilentBucket, fail
-from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.errors import (
@@ -17,11 +17,6 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnavailableError,
 )
-
-
-@pytest.fixture
-def local(url: str) -> Bucket:
-    return open_bucket(url)
 
 
 def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:

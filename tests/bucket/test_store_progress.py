@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.running import eventually
 from tests.support.store_faults import GatedBucket, ReportingBucket
-from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware import progress
 from vllm_delta_sync.bucket.middleware.progress import Mode, ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
@@ -53,10 +53,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def local(url: str) -> Bucket:
-    bucket = open_bucket(url)
-    bucket.put(KEY, bytes(4 * MB))
-    return bucket
+def local(local: Bucket) -> Bucket:
+    local.put(KEY, bytes(4 * MB))
+    return local
 
 
 @contextmanager

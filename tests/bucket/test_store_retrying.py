@@ -47,11 +47,6 @@ OPTIONS = StoreOptions(store_progress="off")
 
 
 @pytest.fixture
-def local(url: str) -> Bucket:
-    return open_bucket(url)
-
-
-@pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Next to no pauses between tries."""
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 1e-5)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.stores import STORES, Kind, Store, patient
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.local import LocalBucket
 
 
 @contextmanager
@@ -42,3 +43,15 @@ def url(place: str, tmp_path: Path) -> Iterator[str]:
 def bucket(url: str) -> Iterator[Bucket]:
     with patient(url) as opened:
         yield opened
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where the directory of ``local`` is."""
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def local(root: Path) -> LocalBucket:
+    """A directory, which is not there yet."""
+    return LocalBucket(root)

@@ -18,16 +18,6 @@ from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def local(root: Path) -> LocalBucket:
-    return LocalBucket(root)
-
-
 def refused(call: Callable[[], object]) -> None:
     with pytest.raises(StoreError, match="symbolic link"):
         call()

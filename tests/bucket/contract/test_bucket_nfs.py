@@ -15,16 +15,6 @@ from vllm_delta_sync.bucket.local_fs import STALE_TRIES
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def local(root: Path) -> LocalBucket:
-    return LocalBucket(root)
-
-
 class Calls:
     """Counts calls of a function of ``os``, and lets some of them go wrong.
 
