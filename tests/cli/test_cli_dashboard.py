@@ -191,16 +191,21 @@ class Dashboard:
         self.process = subprocess.Popen([*command, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = str(json.loads(self.process.stdout.readline())["data"]["url"])
-        self.port = urlsplit(self.url).port or 0
+        where = urlsplit(self.url)
+        self.host, self.port = where.hostname or "", where.port or 0
 
     def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        connection = HTTPConnection(self.host, self.port, timeout=SECONDS)
         try:
             connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
             reply = connection.getresponse()
             return reply.status, {name.lower(): text for name, text in reply.getheaders()}, reply.read()
         finally:
             connection.close()
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(SECONDS) == 0
 
     def overview(self) -> Any:
         """The document, once the run is read."""
@@ -219,8 +224,7 @@ def dashboard(busy: PageRun) -> Iterator[Dashboard]:
         live.reply = lambda asked: Answer(200, body, {"Content-Type": "application/json"})
         opened = Dashboard("--bucket", busy.folder, "--server", live.url)
         yield opened
-        opened.process.send_signal(signal.SIGTERM)
-        assert opened.process.wait(SECONDS) == 0
+        opened.end()
 
 
 def test_dashboard_serves_the_page_and_its_document(dashboard: Dashboard, busy: PageRun) -> None:

@@ -1,16 +1,13 @@
 """Commands and settings take IPv6 addresses: of servers, the dashboard and stores; malformed ones are usage errors."""
 
 import json
-import signal
 import socket
-import subprocess
-import sys
-from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.cli.test_cli_dashboard import Dashboard
 from tests.support.answers import Answer, answering
 from tests.support.commands import answer, delta_sync, kind
 from tests.support.ipv6 import needs_ipv6
@@ -18,8 +15,6 @@ from tests.support.page_runs import empty_run
 from tests.support.proxy import TcpProxy
 from tests.support.s3_store import serving
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-
-SECONDS = 120
 
 
 @needs_ipv6
@@ -36,21 +31,13 @@ def test_a_server_at_an_ipv6_address() -> None:
 @needs_ipv6
 def test_a_dashboard_at_an_ipv6_address(tmp_path: Path) -> None:
     empty_run(tmp_path / "run")
-    command = [sys.executable, "-m", "vllm_delta_sync.cli", "dashboard", "--bucket", str(tmp_path / "run")]
-    command += ["--host", "::1", "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
-        try:
-            assert started.stdout is not None
-            url = urlsplit(json.loads(started.stdout.readline())["data"]["url"])
-            assert (url.hostname, url.port is not None) == ("::1", True)
-            connection = HTTPConnection("::1", url.port or 0, timeout=SECONDS)
-            connection.request("GET", "/")
-            assert connection.getresponse().status == 200
-            connection.close()
-            started.send_signal(signal.SIGTERM)
-            assert started.wait(SECONDS) == 0
-        finally:
-            started.kill()
+    started = Dashboard("--bucket", tmp_path / "run", "--host", "::1")
+    try:
+        assert started.host == "::1"
+        assert started.get("/")[0] == 200
+        started.end()
+    finally:
+        started.process.kill()
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
         done = delta_sync("dashboard", "--bucket", tmp_path / "run", "--host", "::1", "--port", port)

@@ -79,23 +79,19 @@ class Server:
 
     def wait_error(self, kind: str, timeout: float = 300) -> dict[str, Any]:
         """Block until status shows an error of that kind."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            status = self.status()
-            if status["last_error"] and status["last_error"]["kind"] == kind:
-                return status
-            time.sleep(0.1)
-        raise AssertionError(f"no error of kind {kind!r} within {timeout} s: {self.status()}")
+        return self.wait_status(lambda status: (status["last_error"] or {}).get("kind") == kind, timeout)
 
     def wait_idle(self, timeout: float = 60) -> dict[str, Any]:
         """Block until nothing is under way: a version is served before it is counted and logged."""
+        return self.wait_status(lambda status: status["state"] == "idle", timeout)
+
+    def wait_status(self, reached: Callable[[dict[str, Any]], bool], timeout: float) -> dict[str, Any]:
+        """Block until status is so."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            status = self.status()
-            if status["state"] == "idle":
-                return status
+        while not reached(status := self.status()):
+            assert time.monotonic() < deadline, f"within {timeout} s it did not come to this: {status}"
             time.sleep(0.05)
-        raise AssertionError(f"not idle within {timeout} s: {self.status()}")
+        return status
 
     def spans(self, tokens: int = 5, **headers: str) -> list[dict[str, Any]]:
         """What a short request says of the weights that answered it."""
@@ -147,11 +143,10 @@ class Server:
     def wait_logged(self, words: str, timeout: float = 300) -> str:
         """Block until there is such a line, and return it."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if lines := self.log_lines(words):
-                return lines[0]
+        while not (lines := self.log_lines(words)):
+            assert time.monotonic() < deadline, f"no {words!r} within {timeout} s:\n{self.logged()[-4000:]}"
             time.sleep(0.05)
-        raise AssertionError(f"no {words!r} within {timeout} s:\n{self.logged()[-4000:]}")
+        return lines[0]
 
 
 class Load:

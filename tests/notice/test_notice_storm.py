@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.hooks import hooked
 from tests.support.notices import DIGEST, LOOPBACK, Keys, public
+from tests.support.running import eventually
 from tests.support.world import World
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.follow.service import MIN_POLL_SECONDS, ReceiverService
@@ -41,7 +42,7 @@ class Site:
 
         service.receiver.advance = counted  # type: ignore[method-assign]
         service.start()
-        wait_until(lambda: service.receiver.served_version == 0)
+        eventually(lambda: service.receiver.served_version == 0)
         return service
 
     def tell(self, version: int, digest: str = DIGEST) -> None:
@@ -59,14 +60,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     opened = Site(tmp_path)
     yield opened
     opened.close()
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Until something is shown that no event tells of."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.002)
 
 
 class Storm:
@@ -101,7 +94,7 @@ def heed(site: Site, service: ReceiverService, version: int) -> None:
         site.tell(version, digest)
         return service.receiver.served_version == version
 
-    wait_until(served)
+    eventually(served)
 
 
 def test_a_notice_gets_in_at_once(site: Site) -> None:
@@ -116,7 +109,7 @@ def test_a_notice_gets_in_at_once(site: Site) -> None:
 def test_a_storm_costs_about_as_much_as_polling(site: Site) -> None:
     site.serve(POLL)
     with Storm(site.tell) as storm:
-        wait_until(lambda: site.looks > 1)
+        eventually(lambda: site.looks > 1)
         before, began = site.looks, time.monotonic()
         time.sleep(3)
         looks, seconds = site.looks - before, time.monotonic() - began
@@ -130,7 +123,7 @@ def test_versions_get_in_during_a_storm_by_polling(site: Site) -> None:
     with Storm(site.tell):
         for version in (1, 2, 3):
             site.world.train(version)
-            wait_until(lambda version=version: service.receiver.served_version == version)  # type: ignore[misc]
+            eventually(lambda version=version: service.receiver.served_version == version)  # type: ignore[misc]
     site.world.expect_exact()
 
 
@@ -138,7 +131,7 @@ def test_versions_get_in_during_a_storm_by_polling(site: Site) -> None:
 def test_after_a_storm_a_notice_counts_again(site: Site) -> None:
     service = site.serve(3600)
     with Storm(site.tell):
-        wait_until(lambda: site.looks >= 5)
+        eventually(lambda: site.looks >= 5)
     site.world.train(1)
     heed(site, service, 1)
     # It told the truth, so the next ones are believed at once; else each would wait twice as long as the one before.
@@ -175,7 +168,7 @@ def test_another_manifest_of_the_version_known_is_news(site: Site) -> None:
         site.tell(1)
         return site.looks > before
 
-    wait_until(looked)
+    eventually(looked)
 
 
 @pytest.mark.slow
@@ -202,7 +195,7 @@ def test_a_storm_while_held_or_told_to_wait(site: Site) -> None:
 def test_requests_do_not_wait_behind_a_storm(site: Site) -> None:
     service = site.serve(3600)
     with Storm(site.tell):
-        wait_until(lambda: site.looks >= 5)
+        eventually(lambda: site.looks >= 5)
         site.world.train(1)
         assert service.request("sync").result(WAIT)["served"]["version"] == 1
 
