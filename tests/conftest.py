@@ -41,7 +41,7 @@ settings.load_profile("quick")
 
 
 MAY_SKIP = (
-    "tests/bucket/contract",  # where Azurite is not installed
+    "tests/bucket/contract",  # where Azurite is not installed, or nothing can be mounted
     "tests/bucket/test_clouds.py",  # where Azurite is not installed
     "tests/bucket/test_cache.py",  # as root, or where nothing can be mounted
     "tests/cli/test_cli_ipv6.py",  # where the kernel has no IPv6

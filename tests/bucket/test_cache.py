@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.running import small_disk
 from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.cache import ObjectCache
@@ -256,23 +257,13 @@ cache = ObjectCache(folder, MANY)
 print([each.got_from(cache) for each in (new, kept, new)], names(folder) == {kept.ref.sha256})
 """
 
-# A file system of our own, in namespaces that end with the process.
-ON_TMPFS = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-MOUNT = 'mount -t tmpfs -o size=1m,mode=700 tmpfs "$0"'
-
 
 def script(code: str, folder: Path, *, on_tmpfs: bool) -> tuple[list[str], list[str]]:
     """Lines of stdout and of stderr, which has the warnings."""
-    command = [sys.executable, "-c", code]
-    if on_tmpfs:
-        if (
-            shutil.which("unshare") is None
-            or subprocess.run([*ON_TMPFS, MOUNT, folder], capture_output=True).returncode
-        ):
-            pytest.skip("no user namespaces to mount a small file system in")
-        command = [*ON_TMPFS, f'{MOUNT} && exec "$@" "$0"', str(folder), *command]
-    else:
-        command.append(str(folder))
+    prefix = small_disk(folder, "1m") if on_tmpfs else []
+    if on_tmpfs and not prefix:
+        pytest.skip("no small file system can be mounted here")
+    command = [*prefix, sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()

@@ -4,7 +4,6 @@ Writes what it saw to ``seen.json``. Parts:
 
 - ``images``: a model that sees; versions change its vision tower and projector only, and the image stays the same.
 - ``connector``: a KV connector that keeps blocks by vLLM's hash, with keys salted by version, and then with a reset.
-- ``refused``: connectors whose keys lack the version.
 - ``unplugged``: an engine whose process has not loaded our plugin, because VLLM_PLUGINS names others only.
 - ``draining``: images that are asked for while a commit waits for requests in flight.
 """
@@ -29,7 +28,6 @@ PROMPT = [3 + place % 40 for place in range(150)]
 CACHED = len(PROMPT) // BLOCK * BLOCK
 PROMPT_OF_IMAGES = "the quick brown fox"
 SHORT, LONG = 8, 230
-EXAMPLE_KV = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -101,21 +99,6 @@ def connector(root: Path) -> dict[str, Any]:
         seen[setting]["after again"] = from_connector()
         sync.to(0)
         seen[setting]["back"] = from_connector()
-    return seen
-
-
-def refused(root: Path) -> dict[str, Any]:
-    """What ``attach`` says to engines with other connectors, and what they would have answered."""
-    base = save_checkpoint(make_model("llama", seed=5), root / "v0")
-    stored = {"kv_connector_extra_config": {"shared_storage_path": str(root / "stored")}}
-    seen = {}
-    for setting in ("reset", "salt", "keep"):
-        os.environ["DELTA_SYNC_PREFIX_CACHE"] = setting
-        try:
-            attached(make_llm(base, kv_transfer_config={**EXAMPLE_KV, **stored}), root, setting)
-            seen[setting] = "attached"
-        except Exception as error:  # noqa: BLE001  whatever it is, it is compared by its text
-            seen[setting] = f"{type(error).__name__}: {error}"
     return seen
 
 
@@ -290,7 +273,7 @@ def use_host_memory() -> None:
 
 
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    part.__name__: part for part in (images, connector, refused, unplugged, draining)
+    part.__name__: part for part in (images, connector, unplugged, draining)
 }
 
 if __name__ == "__main__":

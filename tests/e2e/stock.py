@@ -6,11 +6,13 @@ where numba is imported already; our own code imports it, and works around that.
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.fresh import generate
+from tests.e2e.warm import ENVIRONMENT
 
 
 def main(out: Path, folders: list[str]) -> None:
@@ -29,6 +31,21 @@ def main(out: Path, folders: list[str]) -> None:
         said[folder] = [output["tokens"] for output in generate(engine)]
     assert not any(name.startswith(("vllm_delta_sync", "trainer_side")) for name in sys.modules)
     out.write_text(json.dumps(said))
+
+
+def said_by_stock(root: Path, *folders: Path) -> list[list[list[int]]]:
+    """What this program writes of folders, in their order."""
+    out = root / "stock.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.stock", str(out), *map(str, folders)],
+        env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(out.read_text())
+    return [said[str(folder)] for folder in folders]
 
 
 if __name__ == "__main__":

@@ -1,32 +1,23 @@
 """No answer comes from what older weights have computed: images, and keys and values that a KV connector keeps."""
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.caches import CACHED, PROMPT_OF_IMAGES, SHORT
 from tests.e2e.servers import delta_sync_serve, serving
+from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline"), pytest.mark.slow]
-
-
-def see(root: Path, part: str, plugins: str = "delta_sync") -> dict[str, Any]:
-    """Run tests/e2e/caches.py in a process of its own and read what it saw."""
-    done = warm.run("tests.e2e.caches", str(root), part, seconds=600, environment={"VLLM_PLUGINS": plugins})
-    assert done.status == 0, done.said[-4000:]
-    seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
-    return seen
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder with three versions of a model that sees, and what was answered."""
     root = tmp_path_factory.mktemp("images")
-    return root, see(root, "images")
+    return root, see("tests.e2e.caches", root, "images")
 
 
 def test_an_image_is_answered_from_the_version_served(images: tuple[Path, dict[str, Any]]) -> None:
@@ -81,20 +72,14 @@ def test_a_connector_gives_back_only_what_the_version_served_has_computed(
 
 
 @pytest.fixture(scope="module")
-def connector(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return see(tmp_path_factory.mktemp("connector"), "connector")
-
-
-def test_a_connector_without_versions_is_refused(tmp_path: Path) -> None:
-    for said in see(tmp_path, "refused").values():
-        assert said.startswith("EngineError: --kv-transfer-config has connector 'ExampleConnector': keys and values")
-        assert said.endswith("use one of OffloadingConnector, SimpleCPUOffloadConnector, or leave it out")
+def connector(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return see("tests.e2e.caches", tmp_path_factory.mktemp("connector"), "connector")
 
 
 @pytest.mark.parametrize("plugins", ["", "delta_sync_too"])
 def test_an_engine_without_our_plugin_is_refused(tmp_path: Path, plugins: str) -> None:
     """Caches inside the engine core could not be dropped, and a lost pause would not end."""
-    seen = see(tmp_path, "unplugged", plugins)
+    seen = see("tests.e2e.caches", tmp_path, "unplugged", VLLM_PLUGINS=plugins)
     assert seen["said"].startswith("EngineError: the engine core was started without our plugin")
     assert "name delta_sync in VLLM_PLUGINS, or unset it" in seen["said"]
     assert len(seen["answer"]["tokens"]) == SHORT
@@ -102,7 +87,7 @@ def test_an_engine_without_our_plugin_is_refused(tmp_path: Path, plugins: str) -
 
 def test_images_asked_for_during_a_drain_are_answered(tmp_path: Path) -> None:
     """vLLM's front end and engine each remember which images the engine has, and must go on to agree."""
-    seen = see(tmp_path, "draining")
+    seen = see("tests.e2e.caches", tmp_path, "draining")
     assert seen["served"] == 1
     for once, again in zip(seen["meanwhile"], seen["again"], strict=True):
         assert len(once["tokens"]) == SHORT

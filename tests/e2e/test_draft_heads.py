@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.draft_heads import ROLLBACK, VERSIONS
+from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline")]
 LEAST = 0.5
@@ -17,10 +16,7 @@ LEAST = 0.5
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["mtp", "eagle", "eagle3", "medusa"])
 def test_a_head_follows_with_its_model(tmp_path: Path, head: str) -> None:
-    environment = {"VLLM_PLUGINS": "delta_sync"}
-    done = warm.run("tests.e2e.draft_heads", str(tmp_path), head, seconds=900, environment=environment)
-    assert done.status == 0, done.said[-4000:]
-    seen: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
+    seen = see("tests.e2e.draft_heads", tmp_path, head, seconds=900)
     assert seen["first"]["accepted"] >= LEAST, "the head does too little to tell"
     assert seen["verdicts"] == [True] * VERSIONS
     assert seen["synced"] == seen["fresh"]

@@ -1,9 +1,5 @@
 """What ``delta-sync export`` writes is what the trainer would have saved: stock vLLM and transformers say the same."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
-from tests.e2e.warm import ENVIRONMENT
+from tests.e2e.stock import said_by_stock
 from tests.support.tiny import make_model, make_model_like, make_tokenizer, save_checkpoint, train_steps
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
@@ -114,16 +110,7 @@ def test_an_export_is_the_trainers_model_in_transformers(world: World, tmp_path:
 def test_stock_vllm_says_the_same_of_an_export_and_of_what_the_trainer_saves(
     world: World, tmp_path: Path, name: str
 ) -> None:
-    folders = [str(world.export(name, tmp_path / "out")), str(save_checkpoint(world.held[name], tmp_path / "saved"))]
-    out = tmp_path / "said.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.stock", str(out), *folders],
-        env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    exported, saved = (json.loads(out.read_text())[folder] for folder in folders)
+    folders = world.export(name, tmp_path / "out"), save_checkpoint(world.held[name], tmp_path / "saved")
+    exported, saved = said_by_stock(tmp_path, *folders)
     assert exported == saved
     assert len({tuple(tokens) for tokens in exported}) > 1

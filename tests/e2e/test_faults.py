@@ -4,8 +4,6 @@ The first half happens to one server of two tensor-parallel ranks that survives 
 the table.
 """
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from tests.e2e.servers import Server, eventually
 from tests.e2e.world import Follower, World, expect_served, kill, no_process_left, ranks_bound
 from tests.support.forge import BAD_VERSIONS
+from tests.support.running import small_disk
 from vllm_delta_sync import open_run
 
 pytestmark = pytest.mark.e2e
@@ -122,20 +121,11 @@ def test_trainer_is_killed_in_the_middle_of_a_publish(world: World, server: Serv
     expect_served(world, server, version)
 
 
-def full_disk(folder: Path) -> tuple[str, ...]:
-    """A command prefix under which ``folder`` is a disk of one page; nothing where that is not allowed."""
-    mount = 'mount -t tmpfs -o size=4k tmpfs "$0" && exec "$@"'
-    probe = ("unshare", "-Urm", "sh", "-c", mount, str(folder))
-    if shutil.which("unshare") and subprocess.run([*probe, "true"], capture_output=True, check=False).returncode == 0:
-        return probe
-    return ()
-
-
 @pytest.mark.slow
 def test_cache_disk_is_full(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    prefix = full_disk(cache)
+    prefix = tuple(small_disk(cache, "4k"))
     if not prefix:
         pytest.skip("no file system can be mounted here; tests/bucket/test_cache.py fills a disk by other means")
     world = World(tmp_path)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.features import BACK, DRAFT, SERVED, VERSIONS
 from tests.e2e.servers import plain_vllm_serve, refused
+from tests.e2e.warm import see
 from tests.support.tiny import make_model, save_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("offline")]
@@ -21,13 +21,9 @@ DRAFT_MODEL = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens"
 
 def follow(root: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run tests/e2e/features.py in a process of its own and read what it saw."""
-    environment = {"VLLM_PLUGINS": "delta_sync"}
-    if "enforce_eager" not in options:
-        # Code that is compiled for a test is of no use to anybody else.
-        environment["VLLM_CACHE_ROOT"] = str(root / "cache")
-    done = warm.run("tests.e2e.features", str(root), json.dumps(options), seconds=400, environment=environment)
-    assert done.status == 0, done.said[-4000:]
-    seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    # Code that is compiled for a test is of no use to anybody else.
+    environment = {} if "enforce_eager" in options else {"VLLM_CACHE_ROOT": str(root / "cache")}
+    seen: dict[str, Any] = see("tests.e2e.features", root, json.dumps(options), **environment)
     return seen
 
 

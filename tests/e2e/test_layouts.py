@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.layouts import BACK, VERSIONS
+from tests.e2e.warm import see
 from tests.e2e.world import ranks_bound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline")]
@@ -28,8 +28,8 @@ EXPERT = "enable_expert_parallel"
     ],
 )
 def test_every_rank_follows_bit_for_bit(tmp_path: Path, family: str, flags: dict[str, Any]) -> None:
-    run(tmp_path, family, flags)
-    started, *seen = json.loads((tmp_path / "seen.json").read_text())
+    pairs = [f"{name}={json.dumps(value)}" for name, value in flags.items()]
+    started, *seen = see("tests.e2e.layouts", tmp_path, family, *pairs, **ranks_bound(ranks_of(flags)))
     engines = flags.get(DATA, 1)
     ranks = ranks_of(flags)
     expected = [*range(VERSIONS + 1), BACK, BACK]
@@ -59,14 +59,6 @@ def apart(some: list[list[dict[str, Any]]], others: list[list[dict[str, Any]]]) 
         ]
         for of_engine in zip(some, others, strict=True)
     ]
-
-
-def run(folder: Path, family: str, flags: dict[str, Any]) -> None:
-    """Run tests/e2e/layouts.py in a process of its own."""
-    environment = {**ranks_bound(ranks_of(flags)), "VLLM_PLUGINS": "delta_sync"}
-    pairs = [f"{name}={json.dumps(value)}" for name, value in flags.items()]
-    done = warm.run("tests.e2e.layouts", str(folder), family, *pairs, seconds=600, environment=environment)
-    assert done.status == 0, done.said[-4000:]
 
 
 def ranks_of(flags: dict[str, Any]) -> int:

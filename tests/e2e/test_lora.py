@@ -4,18 +4,17 @@ That a run of a merged model has the bits that ``merge_and_unload`` saves is in 
 """
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig
 
-from tests.e2e import warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.lora import VERSIONS
 from tests.e2e.servers import Server, delta_sync_serve, eventually, serving
-from tests.e2e.world import World
+from tests.e2e.warm import see
+from tests.e2e.world import World, ranks_bound
 from tests.support.adapters import TARGETS, adapted, randomize, save_adapter
 from tests.support.tiny import make_model, save_checkpoint
 from trainer_side.integrations.peft import adapter_publisher
@@ -29,12 +28,8 @@ FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, ranks: int) -> None:
-    environment = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_STATE_DIR": str(tmp_path / "state")}
-    if ranks == 2:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    done = warm.run("tests.e2e.lora", str(tmp_path), str(ranks), seconds=600, environment=environment)
-    assert done.status == 0, done.said[-6000:]
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    environment = {"DELTA_SYNC_STATE_DIR": str(tmp_path / "state"), **ranks_bound(ranks)}
+    seen = see("tests.e2e.lora", tmp_path, str(ranks), **environment)
     assert seen["wrong"] == []
     assert seen["different"], "the versions do not differ enough to tell"
     assert [each["math"] for each in seen["served"]] == list(range(VERSIONS + 1))

@@ -4,13 +4,12 @@ The engine is asked nothing: its worker loads a model and adapters, and its laye
 says across sleep is compared in tests/e2e/test_features.py.
 """
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.lora_worker import CHECKS
+from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
 
@@ -22,10 +21,7 @@ ASLEEP = "busy: the engine is asleep and its weights are not in memory; wake it 
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/e2e/lora_worker.py saw."""
     root = tmp_path_factory.mktemp("lora")
-    environment = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_STATE_DIR": str(root / "state")}
-    done = warm.run("tests.e2e.lora_worker", str(root), request.param, seconds=400, environment=environment)
-    assert done.status == 0, done.said[-6000:]
-    found: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    found: dict[str, Any] = see("tests.e2e.lora_worker", root, request.param, DELTA_SYNC_STATE_DIR=str(root / "state"))
     return found
 
 

@@ -1,20 +1,17 @@
 """vLLM's Model Runner V2, which it uses where there is Triton: its worker takes versions as that of V1 does."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.model_runner_v2 import VERSIONS
+from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_worker_with_model_runner_v2_takes_versions(tmp_path: Path) -> None:
-    done = warm.run("tests.e2e.model_runner_v2", str(tmp_path), seconds=400, environment={"VLLM_PLUGINS": "delta_sync"})
-    assert done.status == 0, done.said[-6000:]
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    seen = see("tests.e2e.model_runner_v2", tmp_path)
     assert "vllm.v1.worker.gpu.model_runner" in seen["modules"]
     assert "vllm.v1.worker.gpu_model_runner" not in seen["modules"]
     for version in range(1, VERSIONS + 1):

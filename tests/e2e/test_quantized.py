@@ -1,17 +1,14 @@
 """A quantized base, real vLLM on its kernels for int8 and MXFP4: served is a fresh load of the weights, quantized."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e import warm
 from tests.e2e.quantized import ROLLED_BACK_TO, STACKED, VERSIONS
+from tests.e2e.stock import said_by_stock
+from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("quantized")]
 
@@ -26,9 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("quanti
     ],
 )
 def test_version_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family: str, scheme: str) -> None:
-    done = warm.run("tests.e2e.quantized", str(tmp_path), family, scheme, seconds=500)
-    assert done.status == 0, done.said[-4000:]
-    result: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
+    result = see("tests.e2e.quantized", tmp_path, family, scheme)
     seen = result["seen"]
     assert [step["served"] for step in seen] == list(range(1, VERSIONS + 1))
     assert {step["kind"] for step in seen} == {"delta"}
@@ -48,18 +43,6 @@ def test_version_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family:
         assert all(name.endswith("weight_scale") for name in result["derived"])
         assert len(result["derived"]) == 14
     if not torch.cpu._is_amx_tile_supported():  # there vLLM's own kernel rounds activations in another way
-        _expect_stock_says_the_same(tmp_path, [output["tokens"] for output in result["fresh"]])
-
-
-def _expect_stock_says_the_same(root: Path, tokens: list[list[int]]) -> None:
-    """vLLM without our code, on its packed weights, generates the same from the export."""
-    out, folder = root / "stock.json", str(root / f"v{VERSIONS}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.stock", str(out), folder],
-        env={**os.environ, **warm.ENVIRONMENT, "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(out.read_text())[folder] == tokens
+        # vLLM without our code, on its packed weights, generates the same from the export.
+        (stock,) = said_by_stock(tmp_path, tmp_path / f"v{VERSIONS}")
+        assert stock == [output["tokens"] for output in result["fresh"]]

@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e import warm
 from tests.e2e.fresh import fresh_vllm, generate
 from tests.e2e.servers import delta_sync_serve, serving
+from tests.e2e.warm import see
+from tests.e2e.world import ranks_bound
 from tests.receiver.test_tied_heads import EMBEDDING, HEAD, WEIGHTS, write
 from tests.support.tiny import make_model, save_checkpoint
 
@@ -128,14 +129,9 @@ def main(root: Path, case: str, options: dict[str, Any]) -> None:
     (root / "seen.json").write_text(json.dumps(found))
 
 
-def see(root: Path, case: str, options: dict[str, Any]) -> dict[str, Any]:
-    ranks = "0|1" if len(options) > 1 or "tensor_parallel_size" in options else "0"
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": ranks, "VLLM_PLUGINS": "delta_sync"}
-    arguments = [str(root), case, json.dumps(options)]
-    done = warm.run("tests.e2e.test_tied_heads", *arguments, seconds=900, environment=environment)
-    assert done.status == 0, done.said[-4000:]
-    found: dict[str, Any] = json.loads((root / "seen.json").read_text())
-    return found
+def seen_of(root: Path, case: str, options: dict[str, Any]) -> Any:
+    ranks = 2 if len(options) > 1 else 1
+    return see("tests.e2e.test_tied_heads", root, case, json.dumps(options), seconds=900, **ranks_bound(ranks))
 
 
 def expect_followed(seen: dict[str, Any]) -> None:
@@ -156,7 +152,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_head_that_the_model_folder_lacks(tmp_path: Path, layout: str) -> None:
-    seen = see(tmp_path, "left_out", LAYOUTS[layout])
+    seen = seen_of(tmp_path, "left_out", LAYOUTS[layout])
     assert f"tensor {HEAD!r} is left out by this model" in seen["refused"]
     assert "start vLLM with --load-format delta_sync" in seen["refused"]
     expect_followed(seen)
@@ -164,7 +160,7 @@ def test_a_head_that_the_model_folder_lacks(tmp_path: Path, layout: str) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_head_that_equals_the_embedding_in_the_base(tmp_path: Path, layout: str) -> None:
-    expect_followed(see(tmp_path, "both_in_base", LAYOUTS[layout]))
+    expect_followed(seen_of(tmp_path, "both_in_base", LAYOUTS[layout]))
 
 
 def test_a_server_that_cannot_follow_says_how_to_start_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def mentioning(path: Path) -> set[int]:
         if str(path).encode() in started:
             found.add(int(folder.name))
     return found
+
+
+def small_disk(folder: Path, size: str) -> list[str]:
+    """The beginning of a command for which a folder is a file system of that size; empty where none can be mounted."""
+    mount = f'mount -t tmpfs -o size={size},mode=700 tmpfs "$0" && exec "$@"'
+    prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        return []
+    return prefix
 
 
 def context_of_processes(module: str) -> ForkServerContext:
