@@ -5,7 +5,8 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -122,23 +123,35 @@ def race(mover: Mover, asked: Mapping[str, tuple[httpx.Client, str, dict[str, An
             if answer.status != 200 or answer.named != version or answer.versions() != {version}:
                 problems.append(f"{name}: {version} was asked for: {answer.status}, {answer.versions()}")
 
-    threads = [threading.Thread(target=ask, args=(name, *each)) for name, each in asked.items()]
+    def enough() -> bool:
+        assert problems == []
+        return all(counted["answered"] and counted["interrupted"] for counted in seen.values())
+
+    move_while(mover, [partial(ask, name, *each) for name, each in asked.items()], stop, enough, seconds)
+    assert problems == []
+
+
+def move_while(
+    mover: Mover,
+    clients: Sequence[Callable[[], None]],
+    stop: threading.Event,
+    enough: Callable[[], bool],
+    seconds: float,
+) -> None:
+    """Change versions while clients ask, for so many seconds at least and until it is enough; the event ends them."""
+    threads = [threading.Thread(target=client) for client in clients]
     for thread in threads:
         thread.start()
     began = time.monotonic()
     try:
-        while time.monotonic() < began + seconds or not all(
-            counted["answered"] and counted["interrupted"] for counted in seen.values()
-        ):
-            assert problems == []
-            assert time.monotonic() < began + MOST_SECONDS, seen
+        while time.monotonic() < began + seconds or not enough():
+            assert time.monotonic() < began + MOST_SECONDS, "not all that was to come has come"
             assert all(thread.is_alive() for thread in threads), "a client failed"
             mover.move()
     finally:
         stop.set()
         for thread in threads:
             thread.join(300)
-    assert problems == []
 
 
 def shortened(body: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.exacting import Mover, client_of
+from tests.e2e.exacting import Mover, client_of, move_while
 from tests.e2e.servers import Server
 from tests.e2e.test_features import follow_each
 from tests.e2e.world import World
@@ -25,8 +25,7 @@ FLAGS = (
     *("--poll-seconds", "0.2"),
 )
 PROMPTS = [[5 + (7 * place + number) % 200 for place in range(LENGTH)] for number in range(3)]
-EXACT, MINIMUM = "X-Delta-Sync-Version", "X-Delta-Sync-Min-Version"
-RACE_SECONDS, MOST_SECONDS = 10, 120
+RACE_SECONDS = 10
 Rows = list[list[float]]
 
 
@@ -101,21 +100,6 @@ def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> 
                     either = any(of(each, prompt, rows(answer)) for each in mover.versions)
                     seen["plain" if either else f"mixed: {len(rows(answer))} rows"] += 1
 
-    threads = [
-        threading.Thread(target=read, args=(prompt, exactly))
-        for prompt in range(len(PROMPTS))
-        for exactly in (False, True)
-    ]
-    for thread in threads:
-        thread.start()
-    began = time.monotonic()
-    try:
-        while time.monotonic() < began + RACE_SECONDS or not {"plain", "exact", "409"} <= set(seen):
-            assert time.monotonic() < began + MOST_SECONDS, seen
-            assert all(thread.is_alive() for thread in threads), "a client failed"
-            mover.move()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(120)
+    readers = [partial(read, prompt, exactly) for prompt in range(len(PROMPTS)) for exactly in (False, True)]
+    move_while(mover, readers, stop, lambda: set(seen) >= {"plain", "exact", "409"}, RACE_SECONDS)
     assert set(seen) == {"plain", "exact", "409"}, seen
