@@ -96,23 +96,6 @@ def trainer_of_the_readme(shared: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_quick_start_runs_and_its_run_can_be_read(tmp_path: Path) -> None:
-    """On a tiny model in place of the one downloaded."""
-    checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
-    trainer = trainer_of_the_readme(tmp_path / "shared")
-    reader = named("docs/runs.md", "reader").replace(SHARED, str(tmp_path / "shared"))
-    said = run_python(trainer, tmp_path)
-    steps = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
-    assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
-        (str(step), str(step)) for step in range(1, steps + 1)
-    ]
-    run = open_run(str(tmp_path / "shared" / "first-run"))
-    assert run.manifest(0).kind == "reference"
-    assert run.verify(checkpoint).head == steps
-    assert f"head={steps}" in run_python(reader, tmp_path)
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_and_is_looked_after_as_the_pages_say(tmp_path: Path) -> None:
     """They go on where a training of their own has ended."""
     save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")

@@ -2,13 +2,16 @@
 
 OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and some of ours: ``family``, of the model; ``silent``, if this
 machine can load the model and not compute with it, so that weights are compared and nothing is asked; ``sleep``, a
-level; and ``each``, to compare weights with a fresh load after each version, ask each time, and go back in the end.
+level; ``each``, to compare weights with a fresh load after each version, ask each time, and go back in the end; and
+``cold``, to start one more engine from the bucket: over a folder without weights (``bare``), or over the base, which
+was moved away from where the run says (``moved``).
 Where LoRA is on, an adapter is asked as well as the served weights. Everything said at the end is compared with what a
 new engine says that loads the last version's checkpoint under the same options.
 """
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ def main(root: Path, options: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine import attach
 
-    level, each, silent = (options.pop(name, None) for name in ("sleep", "each", "silent"))
+    level, each, silent, cold = (options.pop(name, None) for name in ("sleep", "each", "silent", "cold"))
     model = make_model(options.pop("family", FAMILY), seed=5)
     base = save_checkpoint(model, root / "base")
     speculative = options.get("speculative_config", {})
@@ -69,8 +72,14 @@ def main(root: Path, options: dict[str, Any]) -> None:
             seen["back"] = look(llm, root / f"v{BACK}")
     fresh = make_engine(save_checkpoint(model, root / "last"), options)
     seen["fresh"] = digests(worker_model(fresh)) if silent else say(fresh, adapter)
+    engines = [llm, fresh]
+    if cold:
+        engines.append(start_cold(root, base, options, moved=cold == "moved"))
+        seen["cold"] = say(engines[-1], None)
+        seen["loaded"] = look_at_loaded(root, engines[-1])
+        seen["weights"] = [digests(worker_model(engine)) for engine in engines]
     if "model" in speculative:
-        seen["drafts"] = [digests(draft_model(engine)) for engine in (llm, fresh)]
+        seen["drafts"] = [digests(draft_model(engine)) for engine in engines]
     (root / "seen.json").write_text(json.dumps(seen))
 
 
@@ -89,6 +98,27 @@ def make_engine(checkpoint: Path, options: dict[str, Any]) -> Any:
         max_num_seqs=4,
         **options,
     )
+
+
+def start_cold(root: Path, base: Path, options: dict[str, Any], moved: bool) -> Any:
+    """An engine that loads the newest version from the bucket."""
+    if moved:
+        folder = base.rename(root / "moved")
+    else:
+        folder = Path(shutil.copytree(base, root / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
+    os.environ["DELTA_SYNC_BUCKET"] = str(root / "run")
+    return make_engine(folder, {**options, "load_format": "delta_sync"})
+
+
+def look_at_loaded(root: Path, engine: Any) -> list[bool]:
+    """Whether an engine knows that it has loaded the head: its run, its version and its fingerprints."""
+    from vllm_delta_sync import open_run
+
+    loaded, moved = worker_model(engine).delta_sync_loaded, root / "moved"
+    with open_run(str(root / "run")) as run:
+        head, state = run.head(), run.snapshot(base=moved if moved.exists() else None)
+    fingerprints = [value.hex() for value in state.fingerprints]
+    return [loaded.run == head.run, loaded.version == head.version == VERSIONS, [*loaded.fingerprints] == fingerprints]
 
 
 def look(llm: Any, checkpoint: Path) -> dict[str, Any]:

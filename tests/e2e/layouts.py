@@ -1,6 +1,7 @@
 """A trainer, and the engines of a server with any layout of ranks.
 
-Run as ``python -m tests.e2e.layouts FOLDER FAMILY FLAG=VALUE...`` (flags of ``AsyncEngineArgs``).
+Run as ``python -m tests.e2e.layouts FOLDER FAMILY FLAG=VALUE...``: flags of ``AsyncEngineArgs``, and one of ours,
+``vocabulary``, the number of tokens that the model knows.
 
 The engines are those that ``vllm serve`` starts, with their own processes, behind the same client and the same port.
 After every version each rank of each engine compares its parameters with those that it loads anew by vLLM's own loader.
@@ -15,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import exchanging
-from tests.e2e.fresh import MAX_TOKENS, PROMPTS
-from tests.e2e.parallel import equals_fresh_load
-from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests
+from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 
 VERSIONS = 3
 BACK = 1
@@ -42,6 +42,27 @@ def make_engines(checkpoint: Path, flags: dict[str, Any]) -> Any:
         **{**flags, **(TRACED if flags.get("pipeline_parallel_size", 1) > 1 else {"enforce_eager": True})},
     )
     return AsyncLLM.from_engine_args(arguments)
+
+
+def equals_fresh_load(worker: Any, checkpoint: str) -> dict[str, Any]:
+    """In a worker: whether its parameters are those that vLLM loads from a checkpoint on the same rank."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    config = worker.vllm_config
+    layers = config.compilation_config.static_forward_context
+    held, path = dict(layers), config.model_config.model
+    layers.clear()
+    config.model_config.model = checkpoint
+    try:
+        with set_current_vllm_config(config):
+            other = digests(get_model(vllm_config=config))
+    finally:
+        config.model_config.model = path
+        layers.clear()
+        layers.update(held)
+    mine = digests(worker.get_model())
+    return {"different": sorted(name for name in other if mine.get(name) != other[name]), "compared": len(other)}
 
 
 async def on_every_rank(client: Any, function: Any, *args: Any) -> list[Any]:
@@ -81,7 +102,7 @@ async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     from vllm_delta_sync.engine.follow.receiver import Receiver
     from vllm_delta_sync.settings import load_settings
 
-    model = make_model(family, seed=5, **SIZES.get(family, {}))
+    model = make_model(family, seed=5, vocab_size=flags.pop("vocabulary", VOCABULARY), **SIZES.get(family, {}))
     base = save_checkpoint(model, root / "base")
     steps = train_steps(model, lr=3e-5)
     client = make_engines(base, flags)

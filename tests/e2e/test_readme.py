@@ -55,7 +55,14 @@ def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
         assert text in trainer
         trainer = trainer.replace(text, place)
     said = run_python(trainer, tmp_path)
-    last = int(re.findall(r"^step \d+: version (\d+), ", said, re.MULTILINE)[-1])
+    last = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
+    assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
+        (str(step), str(step)) for step in range(1, last + 1)
+    ]
+    with open_run(f"{places[SHARED]}/first-run") as run:
+        assert run.manifest(0).kind == "reference"
+        assert run.verify(checkpoint).head == last
+    assert f"head={last}" in run_python(named("docs/runs.md", "reader").replace(SHARED, places[SHARED]), tmp_path)
     (serve,) = lines("README.md", "server")
     serve = serve.replace(SHARED, places[SHARED]).replace(":5555", f":{free_port()}").replace("--port 8000", SMALL)
     assert SMALL in (ROOT / "docs/first-run.md").read_text()
