@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.docs.test_docs import ROOT, SHARED, named, run_python
+from tests.docs.test_docs import ROOT, SHARED, named, run_python, trainer_of_the_readme
 from tests.e2e.servers import Server, free_port, serving
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
@@ -49,22 +49,19 @@ def lines(document: str, name: str) -> list[str]:
 
 def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / MODEL)
-    places = {SHARED: str(tmp_path / "shared"), "tcp://*:5555": "tcp://127.0.0.1:*"}
-    trainer = named("README.md", "trainer")
-    for text, place in places.items():
-        assert text in trainer
-        trainer = trainer.replace(text, place)
+    shared = str(tmp_path / "shared")
+    trainer = trainer_of_the_readme(tmp_path / "shared")
     said = run_python(trainer, tmp_path)
     last = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
     assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
         (str(step), str(step)) for step in range(1, last + 1)
     ]
-    with open_run(f"{places[SHARED]}/first-run") as run:
+    with open_run(f"{shared}/first-run") as run:
         assert run.manifest(0).kind == "reference"
         assert run.verify(checkpoint).head == last
-    assert f"head={last}" in run_python(named("docs/runs.md", "reader").replace(SHARED, places[SHARED]), tmp_path)
+    assert f"head={last}" in run_python(named("docs/runs.md", "reader").replace(SHARED, shared), tmp_path)
     (serve,) = lines("README.md", "server")
-    serve = serve.replace(SHARED, places[SHARED]).replace(":5555", f":{free_port()}").replace("--port 8000", SMALL)
+    serve = serve.replace(SHARED, shared).replace(":5555", f":{free_port()}").replace("--port 8000", SMALL)
     assert SMALL in (ROOT / "docs/first-run.md").read_text()
     _, verb, model, *flags = shlex.split(serve)
     assert (verb, model) == ("serve", MODEL)
@@ -86,8 +83,8 @@ def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
         assert curled(server, release).status_code == 200
         assert server.wait_served(last)["served"]["version"] == last
         for line in lines("README.md", "operate"):
-            words = shlex.split(line.replace(SHARED, places[SHARED]).replace(URL, server.url), comments=True)
+            words = shlex.split(line.replace(SHARED, shared).replace(URL, server.url), comments=True)
             done = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=300, check=False)
             assert (words[0], done.returncode) == ("delta-sync", 0), done.stderr
         assert server.wait_served(last)["served"]["version"] == last
-    assert open_run(f"{places[SHARED]}/second-run").manifest(0).base is not None
+    assert open_run(f"{shared}/second-run").manifest(0).base is not None
