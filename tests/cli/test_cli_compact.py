@@ -1,8 +1,5 @@
-"""``delta-sync compact``: merged deltas and anchors, what it prints, and how it is interrupted."""
+"""``delta-sync compact``: merged deltas and anchors, and what it prints."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,40 +86,3 @@ def test_refused(written: Written) -> None:
         (4, "store", ["--scratch", "/nowhere"]),
     ):
         assert kind(code, "compact", "--bucket", written.folder, *arguments) == error
-
-
-INTERRUPTED = """
-import os, signal, sys
-from vllm_delta_sync import cli
-from vllm_delta_sync.bucket.local import LocalBucket
-put = LocalBucket.put
-def counted(bucket, key, *rest, **options):
-    put(bucket, key, *rest, **options)
-    if key.startswith("merged/"):
-        os.kill(os.getpid(), signal.SIGINT)
-LocalBucket.put = counted
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(cli.main())
-"""
-
-
-def test_interrupted_in_the_middle(written: Written, tmp_path: Path) -> None:
-    """Ctrl-C leaves the run whole, nothing in the scratch folder, and the rest for the next time."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    command = [sys.executable, "-c", INTERRUPTED, "compact"]
-    done = subprocess.run(
-        [*command, "--bucket", str(written.folder), "--scratch", str(scratch)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(scratch.iterdir())
-    made = written.run.merged_deltas()
-    assert len(made) == 1
-    written.check(*made[0])
-    document = answer("compact", "--bucket", written.folder)
-    assert (document["merged_deltas_present"], len(document["merged_deltas"])) == (1, 4)

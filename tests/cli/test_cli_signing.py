@@ -1,6 +1,5 @@
 """``delta-sync keygen``, and the keys that other commands take."""
 
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -101,31 +100,3 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
         assert f"by key {short}, valid" in text
     row = answer("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))["versions"][1]
     assert (row["signed_by"], row["signature_holds"]) == (world.public["root"], True)
-
-
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    world = KeyedRun(tmp_path)
-    os.chmod(world.path("root"), 0o644)
-    arguments = ("tag", "set", "best", "--bucket", world.url, "--signing-key", str(world.path("root")))
-    assert "chmod 600" in refusal(*arguments, code=2)["message"]
-    os.chmod(world.path("root"), 0o600)
-    answer(*arguments)
-    # A private key is no public one.
-    assert kind(2, "verify", "--bucket", world.url, "--trusted-keys", world.path("next")) == "settings"
-
-
-def test_two_trusted_keys(tmp_path: Path) -> None:
-    """A run whose publisher was restarted with another key is read and written with both, and not with one."""
-    world = KeyedRun(tmp_path)
-    world.run.deltas("plain", "plain")
-    world.run.writer.keyring = world.keyring("next")
-    world.run.deltas("plain", "plain")
-    both = ("--bucket", world.url, "--trusted-keys", f"{world.pub('root')},{world.pub('next')}")
-    verified = answer("verify", *both)
-    assert (verified["verdict"], verified["head"], verified["signatures_checked"]) == (True, 4, True)
-    signing = ("--signing-key", str(world.path("next")))
-    assert answer("compact", *both, *signing)["merged_deltas"] == [{"first": 0, "last": 4}]
-    found = world.verify(code=1)
-    assert {row["kind"] for row in found["findings"]} == {"signature"}
-    assert found["head"] == 2
-    assert kind(1, "log", "--bucket", world.url, "--trusted-keys", world.pub("next")) == "signature"

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def fail_once(worker: Any, rank: int) -> None:
 
 
 def main(root: Path, ranks: int) -> None:
+    from trainer_side import Publisher
     from trainer_side.integrations.peft import adapter_publisher
     from vllm_delta_sync.engine import attach
     from vllm_delta_sync.errors import DeltaSyncError
@@ -60,8 +62,8 @@ def main(root: Path, ranks: int) -> None:
         os.environ["DELTA_SYNC_LORA_NAME"] = name
         return attach(llm, bucket=str(url))
 
-    def refused(name: str, model: Any) -> dict[str, Any]:
-        with adapter_publisher(model, str(root / name)):
+    def refused(name: str, model: Any, publish: Callable[..., Any] = adapter_publisher) -> dict[str, Any]:
+        with publish(model, str(root / name)):
             try:
                 follow(name, root / name).to()
             except DeltaSyncError as error:
@@ -114,24 +116,11 @@ def main(root: Path, ranks: int) -> None:
             "other shape": refused("shape", adapted(make_model("qwen3", hidden_size=64))),
             "other depth": refused("depth", adapted(make_model("llama", num_hidden_layers=3))),
             "other rank": refused("rank", adapted(make_model("qwen3"), r=16)),
-            "no adapter": _refused_model(root / "model", follow),
+            "no adapter": refused("model", make_model("qwen3"), Publisher),
         }
         seen["nothing applied"] = say(llm, None) == seen["plain"]
         seen["others stay"] = say(llm, syncs["math"].lora_request) == fresh(models["math"])
     (root / "seen.json").write_text(json.dumps(seen))
-
-
-def _refused_model(url: Path, follow: Any) -> dict[str, Any]:
-    """What is said to the run of a model that is to be an adapter."""
-    from trainer_side import Publisher
-    from vllm_delta_sync.errors import DeltaSyncError
-
-    with Publisher(make_model("qwen3"), str(url)):
-        try:
-            follow("model", url).to()
-        except DeltaSyncError as error:
-            return {"kind": error.kind, "message": error.message}
-    return {}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.answers import Answer, answering
 from tests.support.commands import answer
-from tests.support.page_runs import broken_run, busy_run, empty_run, hostile_run, hostile_status, long_run
+from tests.support.page_runs import PageRun, broken_run, busy_run, empty_run, hostile_run, hostile_status, long_run
 
 
 @dataclass(frozen=True)
@@ -16,45 +16,32 @@ class State:
     """What a page shows.
 
     Attributes:
-        make: writes the run into a folder, and returns the statuses of its servers. words: of the page.
+        make: writes the run into a folder; of how many versions, if it is long. words: of the page.
+        statuses: of the servers of the run.
     """
 
-    make: Callable[[Path, int], list[dict[str, Any]]]
+    make: Callable[[Path, int], Any]
     words: tuple[str, ...]
-
-
-def _busy(folder: Path, versions: int) -> list[dict[str, Any]]:
-    run = busy_run(folder)
-    return [run.status(200, "rollout-1"), run.status(199, "rollout-4")]
-
-
-def _long(folder: Path, versions: int) -> list[dict[str, Any]]:
-    long_run(folder, versions)
-    return []
-
-
-def _empty(folder: Path, versions: int) -> list[dict[str, Any]]:
-    empty_run(folder)
-    return []
-
-
-def _broken(folder: Path, versions: int) -> list[dict[str, Any]]:
-    broken_run(folder)
-    return []
-
-
-def _hostile(folder: Path, versions: int) -> list[dict[str, Any]]:
-    return [hostile_status(hostile_run(folder))]
+    statuses: Callable[[PageRun], list[dict[str, Any]]] = lambda run: []
 
 
 STATES = {
     "busy": State(
-        _busy, ("2 of 5 receivers serve the newest version, 200", "rollout-3", "holds version 196", "release-1")
+        lambda folder, versions: busy_run(folder),
+        ("2 of 5 receivers serve the newest version, 200", "rollout-3", "holds version 196", "release-1"),
+        lambda run: [run.status(200, "rollout-1"), run.status(199, "rollout-4")],
     ),
-    "long": State(_long, ("1 of 1 receiver serves the newest version", "What", "quarantined")[:1]),
-    "empty": State(_empty, ("Nothing is published yet", "Start the publisher.")),
-    "broken": State(_broken, ("Needs action", "version 30 cannot be read", "delta-sync repair", "52 times the median")),
-    "hostile": State(_hostile, ("toString", "</script><script>")),
+    "long": State(long_run, ("1 of 1 receiver serves the newest version",)),
+    "empty": State(lambda folder, versions: empty_run(folder), ("Nothing is published yet", "Start the publisher.")),
+    "broken": State(
+        lambda folder, versions: broken_run(folder),
+        ("Needs action", "version 30 cannot be read", "delta-sync repair", "52 times the median"),
+    ),
+    "hostile": State(
+        lambda folder, versions: hostile_run(folder),
+        ("toString", "</script><script>"),
+        lambda run: [hostile_status(run)],
+    ),
 }
 
 
@@ -73,7 +60,8 @@ class Pages:
         file = self._folder / f"{name}.html"
         if not file.exists():
             run = self._folder / name
-            statuses = STATES[name].make(run, self._versions)
+            state = STATES[name]
+            statuses = state.statuses(state.make(run, self._versions))
             with answering() as servers:
                 bodies = {
                     f"/{number}/delta_sync/status": json.dumps(status) for number, status in enumerate(statuses, 1)
