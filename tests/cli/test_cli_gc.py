@@ -1,6 +1,5 @@
 """``delta-sync gc``, ``tag`` and ``branch``."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.collecting import TABLE
 from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.sidecars import age
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
@@ -31,13 +31,6 @@ def url(tmp_path: Path) -> str:
     written.writer.merge(0, 16)
     age(written.folder, 24 * 3600)
     return str(written.folder)
-
-
-def age(folder: Path, seconds: float) -> None:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            found = file.stat()
-            os.utime(file, (found.st_atime, found.st_mtime - seconds))
 
 
 def test_gc(url: str) -> None:

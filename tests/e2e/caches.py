@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tests.e2e.fresh import make_engine
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.tiny_vision import SIDE, is_vision, make_vision_model, save_vision_model
 
@@ -48,7 +49,7 @@ def images(root: Path) -> dict[str, Any]:
     prompt = {"prompt": PROMPT_OF_IMAGES, "multi_modal_data": {"image": picture}}
     seen: dict[str, Any] = {}
     with Publisher(model, bucket=str(root / "run"), base=folders[0]) as publisher:
-        llm = make_llm(folders[0])
+        llm = make_engine(folders[0])
         seen["v0"] = ask(llm, prompt)
         for setting in ("reset", "salt"):
             before = len(folders) - 1
@@ -67,7 +68,7 @@ def images(root: Path) -> dict[str, Any]:
             sync.to(before)
             seen[f"{setting}, back"] = ask(llm, prompt)
             sync.to(before + 1)
-    seen["fresh"] = [ask(make_llm(folder), prompt) for folder in folders]
+    seen["fresh"] = [ask(make_engine(folder), prompt) for folder in folders]
     return seen
 
 
@@ -79,11 +80,11 @@ def connector(root: Path) -> dict[str, Any]:
     prompt = {"prompt_token_ids": PROMPT}
     url, last = publish_one(model, base, root)
     # First: an engine with a connector leaves it to all later ones of its process.
-    seen: dict[str, Any] = {"fresh": [ask(make_llm(folder, block_size=BLOCK), prompt) for folder in (base, last)]}
+    seen: dict[str, Any] = {"fresh": [ask(make_engine(folder, block_size=BLOCK), prompt) for folder in (base, last)]}
     for setting in ("salt", "reset"):
         # The engine's process has to know before it keeps its first block.
         os.environ["DELTA_SYNC_PREFIX_CACHE"] = setting
-        llm = make_llm(base, block_size=BLOCK, kv_transfer_config=OFFLOADING)
+        llm = make_engine(base, block_size=BLOCK, kv_transfer_config=OFFLOADING)
         sync = attached(llm, root, setting, url)
         sync.to(0)
         seen[setting] = {"first": ask(llm, prompt)}
@@ -107,7 +108,7 @@ def unplugged(root: Path) -> dict[str, Any]:
     model = make_model("llama", seed=5)
     base = save_checkpoint(model, root / "v0")
     url, _ = publish_one(model, base, root)
-    llm = make_llm(base)
+    llm = make_engine(base)
     try:
         said = str(attached(llm, root, "reset", url).to(1))
     except Exception as error:  # noqa: BLE001  whatever it is, it is compared by its text
@@ -161,14 +162,6 @@ def publish_one(model: Any, base: Path, root: Path) -> tuple[str, Path]:
         next(train_steps(model, lr=3e-3))
         publisher.publish(step=1, wait=True)
     return url, save_checkpoint(model, root / "v1")
-
-
-def make_llm(folder: Path, **options: Any) -> Any:
-    from vllm import LLM
-
-    from vllm_delta_sync.engine import WORKER_EXTENSION
-
-    return LLM(str(folder), worker_extension_cls=WORKER_EXTENSION, **OPTIONS, **options)
 
 
 def attached(llm: Any, root: Path, prefix_cache: str, url: str | None = None) -> Any:

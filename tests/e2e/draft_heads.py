@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.features import sleep
-from tests.e2e.fresh import digests, draft_model, worker_model
+from tests.e2e.fresh import digests, draft_model, make_engine, worker_model
 from tests.support.drafts import HEADS, Drafted, text
 
 VERSIONS = 5
@@ -26,7 +26,6 @@ LEARN, STEPS = 60, 16
 """Steps before version 0, and before each version after it."""
 ROLLBACK = 3
 PROMPT, TOKENS = 8, 40
-SIZES = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True}
 
 
 def main(root: Path, kind: str) -> None:
@@ -38,7 +37,7 @@ def main(root: Path, kind: str) -> None:
     base = drafted.save(root / "v0")
     url = str(root / "run")
     with Publisher(drafted.published, bucket=url, base=base, rename=drafted.rename) as publisher:
-        llm = make_engine(drafted, base)
+        llm = drafting(drafted, base)
         sync = attach(llm, bucket=url)
         sync.to()
         seen: dict[str, Any] = {"first": say(llm, FIRST), "synced": [], "verdicts": []}
@@ -61,30 +60,20 @@ def main(root: Path, kind: str) -> None:
     seen["same places"] = addresses(llm) == places
     os.environ["DELTA_SYNC_BUCKET"] = url
     # Kept: an engine that ends takes along what it shares with the others of its process.
-    engines = [llm, make_engine(drafted, base, load_format="delta_sync")]
+    engines = [llm, drafting(drafted, base, load_format="delta_sync")]
     seen["cold"] = say(engines[-1], SECOND)
     seen["fresh"] = []
     for folder in folders[1:]:
-        engines.append(make_engine(drafted, folder))
+        engines.append(drafting(drafted, folder))
         seen["fresh"].append(say(engines[-1], SECOND))
-    engines.append(make_engine(drafted, left_behind(drafted, base, folders[-1], root / "stale")))
+    engines.append(drafting(drafted, left_behind(drafted, base, folders[-1], root / "stale")))
     seen["stale"] = say(engines[-1], SECOND)
     (root / "seen.json").write_text(json.dumps(seen))
 
 
-def make_engine(drafted: Drafted, folder: Path, **options: Any) -> Any:
-    from vllm import LLM
-
-    from vllm_delta_sync.engine import WORKER_EXTENSION
-
-    return LLM(
-        str(folder),
-        worker_extension_cls=WORKER_EXTENSION,
-        speculative_config=drafted.speculation(folder),
-        disable_log_stats=False,
-        **SIZES,
-        **options,
-    )
+def drafting(drafted: Drafted, folder: Path, **options: Any) -> Any:
+    """An engine that loads the model and its head from a folder."""
+    return make_engine(folder, speculative_config=drafted.speculation(folder), disable_log_stats=False, **options)
 
 
 def left_behind(drafted: Drafted, first: Path, last: Path, folder: Path) -> Path:

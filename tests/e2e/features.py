@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests, draft_model, load_again, worker_model
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests, draft_model, load_again, make_engine, worker_model
 from tests.support.adapters import lose_adapter_memory
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
@@ -44,7 +44,7 @@ def main(root: Path, options: dict[str, Any]) -> None:
     adapter = make_adapter(model, root / "adapter") if options.get("enable_lora") and not silent else None
     steps = train_steps(model, lr=RATE)
     with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
-        llm = make_engine(base, options)
+        llm = engine_with(base, options)
         sync = attach(llm, bucket=str(root / "run"))
         sync.to()
         seen: dict[str, Any] = {
@@ -70,7 +70,7 @@ def main(root: Path, options: dict[str, Any]) -> None:
         if each:
             sync.rollback(BACK)
             seen["back"] = look(llm, root / f"v{BACK}")
-    fresh = make_engine(save_checkpoint(model, root / "last"), options)
+    fresh = engine_with(save_checkpoint(model, root / "last"), options)
     seen["fresh"] = digests(worker_model(fresh)) if silent else say(fresh, adapter)
     engines = [llm, fresh]
     if cold:
@@ -83,21 +83,11 @@ def main(root: Path, options: dict[str, Any]) -> None:
     (root / "seen.json").write_text(json.dumps(seen))
 
 
-def make_engine(checkpoint: Path, options: dict[str, Any]) -> Any:
-    from vllm import LLM
-
-    from vllm_delta_sync.engine import WORKER_EXTENSION
-
+def engine_with(checkpoint: Path, options: dict[str, Any]) -> Any:
     speculative = options.get("speculative_config", {})
     if speculative.get("model") == SERVED:
         options = {**options, "speculative_config": {**speculative, "model": str(checkpoint)}}
-    return LLM(
-        str(checkpoint),
-        worker_extension_cls=WORKER_EXTENSION,
-        max_model_len=256,
-        max_num_seqs=4,
-        **options,
-    )
+    return make_engine(checkpoint, **{"enforce_eager": False, **options})
 
 
 def start_cold(root: Path, base: Path, options: dict[str, Any], moved: bool) -> Any:
@@ -107,7 +97,7 @@ def start_cold(root: Path, base: Path, options: dict[str, Any], moved: bool) -> 
     else:
         folder = Path(shutil.copytree(base, root / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
     os.environ["DELTA_SYNC_BUCKET"] = str(root / "run")
-    return make_engine(folder, {**options, "load_format": "delta_sync"})
+    return engine_with(folder, {**options, "load_format": "delta_sync"})
 
 
 def look_at_loaded(root: Path, engine: Any) -> list[bool]:

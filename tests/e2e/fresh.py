@@ -37,19 +37,14 @@ def fresh_vllm(root: Path, checkpoints: list[Path]) -> list[dict[str, Any]]:
     return [results[str(checkpoint)] for checkpoint in checkpoints]
 
 
-def make_engine(checkpoint: str, **options: Any) -> Any:
+def make_engine(checkpoint: str | Path, **options: Any) -> Any:
+    """An ``LLM`` in this process; eager, if the options do not say otherwise."""
     from vllm import LLM
 
     from vllm_delta_sync.engine import WORKER_EXTENSION
 
-    return LLM(
-        checkpoint,
-        worker_extension_cls=WORKER_EXTENSION,
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=16,
-        **options,
-    )
+    options = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16, **options}
+    return LLM(str(checkpoint), worker_extension_cls=WORKER_EXTENSION, **options)
 
 
 def worker_model(engine: Any) -> Any:

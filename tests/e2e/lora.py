@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.features import _say as say
-from tests.e2e.features import make_engine
+from tests.e2e.fresh import make_engine
 from tests.support.adapters import adapted, randomize, save_adapter
 from tests.support.tiny import make_model, save_checkpoint
 
 VERSIONS = 5
-OPTIONS = {"enforce_eager": True, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+OPTIONS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
 def fail_once(worker: Any, rank: int) -> None:
@@ -49,7 +49,7 @@ def main(root: Path, ranks: int) -> None:
         "math": adapted(make_model("qwen3", seed=5)),
         "code": adapted(make_model("qwen3", seed=5), seed=1, r=2, target_modules=["k_proj", "o_proj", "gate_proj"]),
     }
-    llm = make_engine(base, {**OPTIONS, "tensor_parallel_size": ranks})
+    llm = make_engine(base, **OPTIONS, tensor_parallel_size=ranks)
     numbers = iter(range(1, 100))
 
     def fresh(model: Any) -> list[Any]:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e.features import make_engine
-from tests.e2e.fresh import worker_of
+from tests.e2e.fresh import make_engine, worker_of
 from tests.support.adapters import lose_adapter_memory
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
@@ -114,8 +113,8 @@ class Llm:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        options = {"enforce_eager": True, "enable_lora": True, "max_lora_rank": LARGEST_RANK}
-        self.engine = make_engine(checkpoint, {**options, "max_loras": SLOTS, "max_cpu_loras": HELD})
+        options = {"enable_lora": True, "max_lora_rank": LARGEST_RANK, "max_loras": SLOTS, "max_cpu_loras": HELD}
+        self.engine = make_engine(checkpoint, **options)
         self.worker = worker_of(self.engine)
         self.runner, self.model = self.worker.model_runner, self.worker.get_model()
         self.manager = self.runner.lora_manager._adapter_manager

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.fresh import fresh_vllm, generate
+from tests.e2e.fresh import fresh_vllm, generate, make_engine
 from tests.e2e.servers import delta_sync_serve, serving
 from tests.e2e.warm import see
 from tests.e2e.world import ranks_bound
@@ -49,18 +49,7 @@ class Site:
         return write(self.root / f"v{step}", self.tied, self.live)
 
     def engine(self, folder: Path, load_format: str = "auto") -> Any:
-        from vllm import LLM
-
-        from vllm_delta_sync.engine import WORKER_EXTENSION
-
-        return LLM(
-            str(folder),
-            load_format=load_format,
-            worker_extension_cls=WORKER_EXTENSION,
-            max_model_len=256,
-            max_num_seqs=16,
-            **self.options,
-        )
+        return make_engine(folder, load_format=load_format, **self.options)
 
 
 def look(llm: Any, sync: Any, act: Callable[[], object]) -> dict[str, Any]:
@@ -146,7 +135,11 @@ def expect_followed(seen: dict[str, Any]) -> None:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"enforce_eager": True},
     "tensor": {"tensor_parallel_size": 2, "enforce_eager": True},
-    "pipeline": {"pipeline_parallel_size": 2, "compilation_config": {"mode": 2, "backend": "eager"}},
+    "pipeline": {
+        "pipeline_parallel_size": 2,
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+    },
 }
 
 

@@ -21,7 +21,6 @@ from tests.support.notices import (
     hear,
     hears_nothing,
     port_of,
-    process,
     public,
 )
 from tests.support.proxy import TcpProxy
@@ -56,13 +55,6 @@ def subscriber(broker: BrokerProcess) -> Iterator[NoticeSubscriber]:
     opened.close()
 
 
-def test_notices_pass_through(broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
-    publisher.send(Notice(OTHER, 9, DIGEST))
-    for version in range(1, 5):
-        publisher.send(Notice(RUN, version, DIGEST))
-        hear(subscriber, version)
-
-
 def test_whoever_comes_late_is_told_what_a_publisher_that_is_gone_said(
     broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
 ) -> None:
@@ -92,23 +84,6 @@ def test_a_broker_that_was_killed_comes_back_on_the_same_ports(
     publisher.send(Notice(RUN, 3, DIGEST))
     hear(subscriber, 3)
     again.end()
-
-
-@pytest.mark.slow
-def test_a_stalled_subscriber_does_not_delay_the_others(
-    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
-) -> None:
-    with process("tests.support.notices", "listen", broker.subscribers, RUN) as stalled:
-        publisher.send(Notice(RUN, 1, DIGEST))
-        stalled.hear("1")
-        stalled.running.send_signal(signal.SIGSTOP)
-        for version in range(2, 4):
-            for number in range(5000):
-                publisher.send(Notice(RUN, version * 10_000 + number, DIGEST))
-            publisher.send(Notice(RUN, version, DIGEST))
-            hear(subscriber, version)
-        stalled.running.send_signal(signal.SIGCONT)
-        stalled.hear("3")
 
 
 def test_bad_networks_on_both_sides(broker: BrokerProcess) -> None:

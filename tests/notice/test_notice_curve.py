@@ -49,10 +49,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     opened.close()
 
 
-def test_a_key_on_the_list_hears(site: Site) -> None:
-    hear(site.subscriber(site.server, site.trainer), 1)
-
-
 @pytest.mark.parametrize("case", ["not on the list", "no key", "wrong server key"])
 def test_others_hear_nothing_and_both_sides_say_so_once(
     site: Site, caplog: pytest.LogCaptureFixture, case: str

@@ -102,10 +102,3 @@ def test_an_interface_by_name() -> None:
         publisher.send(Notice(RUN, 3, DIGEST))
         with closing(NoticeSubscriber(publisher.address, RUN)) as subscriber:
             hear(subscriber, 3)
-
-
-def test_ipv6_addresses_that_are_none() -> None:
-    for address in ("tcp://[::1]", "tcp://[::1]:70000", "tcp://[2001:db8::1]:5555", "tcp://[::1:5555"):
-        with pytest.raises(NoticeError) as caught:
-            NoticePublisher(address)
-        assert repr(address) in str(caught.value)
