@@ -807,21 +807,6 @@ def test_a_directory_that_may_only_be_read(run: Path) -> None:
     assert lines["run"][0] == "✓"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_full_file_system(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", mount], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount")
-    try:
-        done = delta_sync("doctor", "--bucket", mount, "--bytes", "1000000")
-        assert done.code == 4
-        assert "free some space there" in lines_of(done.out)["throughput"][1]
-        assert keys(str(mount)) == set()
-    finally:
-        subprocess.run(["umount", mount], check=True)
-
-
 def test_a_file_size_limit(tmp_path: Path) -> None:
     for limit, check, advice in ((500, "put", "ulimit -f"), (1_000_000, "throughput", "lower --bytes")):
         with file_size_limit(limit):
