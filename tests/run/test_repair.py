@@ -2,26 +2,19 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.collecting import MemoryBucket
-from tests.support.damage import TABLE, Damage, Whole, random_run
-from tests.support.running import counted
-from tests.support.samples import RunWriter, nudge, random_bits, state_of
+from tests.support.damage import Damage, Whole, random_run
 from tests.support.written import SMALL, Written, save_base
-from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Head
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.merge_writer import put_merged_delta
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
 from vllm_delta_sync.verify.verify import verify_run
 
@@ -374,48 +367,6 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
         report = repair(whole.run, mirror=mirror)
         assert (report.repaired, report.lost) == ([f"{side.RETENTION_KEY}: from the mirror"], [])
         assert whole.bucket.get(side.RETENTION_KEY) == mirror.get(side.RETENTION_KEY)
-
-
-# Writing a merged delta from weights
-
-
-def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
-    whole = Whole(seed=4)
-    whole.deltas("plain", "raw", "full", "plain")
-    states = [state_of(TABLE, bits) for bits in whole.writer.bits]
-    run, manifests = whole.run, whole.writer.manifests
-    make_anchor(run, 3, state=states[3])
-    put_merged_delta(run, manifests[1], manifests[4], states[1], states[4])
-    report = verify_run(run)
-    assert (report.anchors, report.merged_deltas) == (1, 1)
-
-
-WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 2], (512, 512)) for layer in range(32))
-"""24 MiB, of which no tensor has more than 1 MiB."""
-
-
-@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 1.0])
-def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
-    tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_delta_sync.codec.merge_spool.SPOOL_ELEMENTS", 64 * 1024)
-    random = np.random.default_rng(9)
-    writer = RunWriter(open_bucket(str(tmp_path / "run")), WIDE)
-    writer.reference(random_bits(WIDE, random), str(tmp_path))
-    writer.delta(nudge(writer.bits[0], random, share))
-    before, after = (state_of(WIDE, bits) for bits in writer.bits)
-    run = Run(writer.bucket)
-    first, last = writer.manifests
-    # Once before, with what is loaded and compiled first.
-    put_merged_delta(run, first, last, before, after)
-    with counted() as most:
-        put_merged_delta(run, first, last, before, after, object_bytes=1024 * 1024)
-    assert most[0] < 12 * 1024 * 1024, most
-    merged_delta = run.merged_delta(0, 1)
-    assert len(merged_delta.objects) > 1
-    before.apply(run.changes(merged_delta))
-    assert before.fingerprints == after.fingerprints
-    assert before.fingerprint.hex() == merged_delta.last_fingerprint
 
 
 def test_another_base_is_refused_and_nothing_is_rebuilt_for_it(tmp_path: Path) -> None:

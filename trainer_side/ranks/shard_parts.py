@@ -377,15 +377,10 @@ def _overlap(pieces: Sequence[RankBox]) -> tuple[RankBox, RankBox] | None:
         start = piece[1].offsets[axis]
         beside = [other for other in beside if start < other[1].offsets[axis] + other[1].shape[axis]]
         for other in beside:
-            if _meet(other[1], piece[1]):
+            if other[1].overlaps(piece[1]):
                 return other, piece
         beside.append(piece)
     return None
-
-
-def _meet(first: Box, second: Box) -> bool:
-    rows = zip(first.offsets, first.shape, second.offsets, second.shape, strict=True)
-    return all(max(at, other) < min(at + size, other + others) for at, size, other, others in rows)
 
 
 def _named(spec: TensorSpec, pieces: Sequence[RankBox]) -> str:

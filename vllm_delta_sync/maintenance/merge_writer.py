@@ -8,10 +8,8 @@ merge also reads the weights at the first version, and carries copies of a few t
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
@@ -27,7 +25,7 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.maintenance.anchor_writer import contradicts_manifests, put_document, read_if_valid
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.decode import open_objects
+from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.objects import (
     declared_change,
     needs_base_bits,
@@ -39,7 +37,6 @@ from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Full, Sparse
-from vllm_delta_sync.tensors.segments import diff
 from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)
@@ -108,46 +105,6 @@ def existing_merged_delta(run: RunReader, first: Manifest, last: Manifest) -> Me
     return None if found is None or contradicts_manifests(found, first, last) else found
 
 
-def put_merged_delta(
-    run: RunReader,
-    first: Manifest,
-    last: Manifest,
-    before: ModelState,
-    after: ModelState,
-    object_bytes: int = OBJECT_BYTES,
-) -> str:
-    """Write the merged delta between two versions from their weights, replacing one that exists; return its key.
-
-    Takes the memory of a few tensors.
-
-    Args:
-        object_bytes: size at which an object is full.
-    """
-    builder = _MergeBuilder(run, (first, last), object_bytes=object_bytes)
-    fingerprints: dict[int, Fingerprint] = {}
-    # The size is not known in advance; a full disk is reported during the write.
-    with scratch_folder(None, f"the merged delta of versions {first.version} to {last.version}", 0) as folder:
-        builder.publish(builder.write(_changed_pieces(before, after, fingerprints), fingerprints, folder), replace=True)
-    return merged_delta_key(first.version, last.version)
-
-
-def _changed_pieces(
-    before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]
-) -> Iterator[Sparse | Full]:
-    """Yield the changed tensors by dtype; before each, add the change of its fingerprint to ``fingerprints``."""
-    table = before.table
-    for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
-        if before.fingerprints[tensor] == after.fingerprints[tensor]:
-            continue
-        spec, new = table[tensor], after.bits[tensor]
-        positions, distances, fingerprints[tensor] = diff(spec.name, spec.element, before.bits[tensor].copy(), new)
-        if positions.size * (1 + spec.element.itemsize) + 8 * (spec.numel // 255) >= spec.nbytes:
-            yield Full(tensor, new)  # smaller than its changes
-        else:
-            ids, counts = np.array([tensor], np.uint32), np.array([positions.size], np.int64)
-            yield Sparse(spec.dtype, ids, counts, positions, distances, relative=True)
-
-
 @dataclass
 class _MergeBuilder:
     """Builds one merged delta.
@@ -158,12 +115,12 @@ class _MergeBuilder:
 
     run: RunReader
     ends: tuple[Manifest, Manifest]
-    avoid: set[str] = field(default_factory=set)
-    object_bytes: int = OBJECT_BYTES
-    stop: Stop = never_stop
-    codec: RelativeCodec = "plain"
-    weights: RollingWeights | None = None
-    plain_objects: PlainObjects | None = None
+    avoid: set[str]
+    object_bytes: int
+    stop: Stop
+    codec: RelativeCodec
+    weights: RollingWeights | None
+    plain_objects: PlainObjects | None
 
     @property
     def context(self) -> DeltaContext:
@@ -187,10 +144,11 @@ class _MergeBuilder:
                     first_error = first_error or deltas
                     continue
                 pieces = merge(deltas, self.run.table, rolling)
-                written = self.write(pieces, _sum_fingerprints(deltas), folder, old)
+                changes = declared_changes(reader for readers in deltas for reader in readers)
+                written = self._write(pieces, changes, folder, old)
                 if first_error is not None:
                     logger.warning("%s used other documents, because one is damaged: %s", purpose, first_error)
-                return self.publish(written, replace)
+                return self._publish(*written, replace)
 
     def _steps(self) -> list[Step]:
         planner = ReadPlanner(self.run, self.avoid)
@@ -250,21 +208,25 @@ class _MergeBuilder:
             deltas.append(opened)
         return deltas
 
-    def write(
+    def _write(
         self,
         pieces: Iterator[Sparse | Full],
         fingerprints: dict[int, Fingerprint],
         folder: Path,
-        old: BaseLookup | None = None,
-    ) -> "_WrittenObjects":
+        old: BaseLookup | None,
+    ) -> tuple[list[tuple[ObjectRef, Path]], int, bool]:
         """Write the pieces into as many objects as needed, as files of ``folder``.
 
         Args:
             pieces: distances, or full tensors: by dtype, tensors ascending, each tensor once.
-            fingerprints: tensor id → change of its fingerprint; must contain a tensor by the time its piece is yielded.
+            fingerprints: tensor id → change of its fingerprint.
             old: the bits at the first version, which codec ``tiled`` needs.
+
+        Returns:
+            The objects, the elements in them, and whether they hold distances only.
         """
-        result = _WrittenObjects([], 0, self.codec not in BASE_CODECS)
+        written: list[tuple[ObjectRef, Path]] = []
+        changed, reversible = 0, self.codec not in BASE_CODECS
         carried: set[int] = set()
         more = True
         while more:
@@ -277,23 +239,25 @@ class _MergeBuilder:
                         more = True
                         break
                 if spool.tensors:
-                    path = folder / f"merged-{len(result.written)}"
-                    result.written.append((spool.finish(path, fingerprints), path))
-                result.changed += spool.changed
-                result.reversible &= not spool.full
+                    path = folder / f"merged-{len(written)}"
+                    written.append((spool.finish(path, fingerprints), path))
+                changed += spool.changed
+                reversible &= not spool.full
                 carried |= spool.tensors
         lost = [tensor for tensor, value in fingerprints.items() if tensor not in carried and value != Fingerprint()]
         if lost:
             raise FingerprintError(
                 f"tensor {self.run.table[min(lost)].name!r} ends unchanged, but its versions declare a change"
             )
-        return result
+        return written, changed, reversible
 
-    def publish(self, result: "_WrittenObjects", replace: bool) -> MergedDelta:
+    def _publish(
+        self, written: list[tuple[ObjectRef, Path]], changed: int, reversible: bool, replace: bool
+    ) -> MergedDelta:
         """Put the objects, then the document that names them."""
         first, last = self.ends
         document = MergedDelta(
-            requires=required_features(self.codec, "zstd") if result.written else [],
+            requires=required_features(self.codec, "zstd") if written else [],
             run=self.run.info.run,
             first=first.version,
             last=last.version,
@@ -301,37 +265,20 @@ class _MergeBuilder:
             last_manifest=last.digest,
             first_fingerprint=first.fingerprint,
             last_fingerprint=last.fingerprint,
-            objects=[ref for ref, _ in result.written],
-            changed=result.changed,
-            payload_bytes=sum(ref.bytes for ref, _ in result.written),
-            reversible=result.reversible,
+            objects=[ref for ref, _ in written],
+            changed=changed,
+            payload_bytes=sum(ref.bytes for ref, _ in written),
+            reversible=reversible,
             created_at=timestamp(),
         )
         document = self.run.keyring.signed(document)
-        for ref, path in result.written:
+        for ref, path in written:
             self.run.bucket.put(ref.key, path)
         key = merged_delta_key(first.version, last.version)
         stored = put_document(self.run, key, document, lambda: existing_merged_delta(self.run, first, last), replace)
         if stored is document:
-            for ref, path in result.written:
+            for ref, path in written:
                 # A collection may have removed it before the document named it.
                 if not has_object(self.run.bucket, ref):
                     self.run.bucket.put(ref.key, path)
         return stored
-
-
-@dataclass
-class _WrittenObjects:
-    """Objects written, their number of elements, and whether they hold distances only."""
-
-    written: list[tuple[ObjectRef, Path]]
-    changed: int
-    reversible: bool
-
-
-def _sum_fingerprints(deltas: list[list[DeltaReader]]) -> dict[int, Fingerprint]:
-    sums: dict[int, Fingerprint] = {}
-    for part in (part for parts in deltas for part in parts):
-        for tensor, change in part.fingerprints.items():
-            sums[tensor] = sums.get(tensor, Fingerprint()) + change
-    return sums

@@ -68,12 +68,12 @@ def decode_objects(
     """
     if delta_context(document) is not None and not isinstance(document, Anchor):
         merged = Changes()
-        for reader in open_objects(document, table, objects, old, backwards):
+        readers = open_objects(document, table, objects, old, backwards)
+        for reader in readers:
             part = reader.rest()
             merged.sparse += part.sparse
             merged.full += part.full
-            for tensor, change in part.fingerprints.items():
-                merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
+        merged.fingerprints = declared_changes(readers)
         return merged
     full = [
         Full(table.index(name), bits)
@@ -88,3 +88,12 @@ def decode_objects(
             f"{describe_document(document)}: objects carry {changes.changed} elements, it declares {document.changed}"
         )
     return changes
+
+
+def declared_changes(readers: Iterable[DeltaReader]) -> dict[int, Fingerprint]:
+    """Return tensor id → change of its fingerprint that objects declare together, in the direction they are read in."""
+    sums: dict[int, Fingerprint] = {}
+    for reader in readers:
+        for tensor, change in reader.fingerprints.items():
+            sums[tensor] = sums.get(tensor, Fingerprint()) + change
+    return sums

@@ -27,7 +27,7 @@ from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned
 from vllm_delta_sync.run.checks import object_limit
-from vllm_delta_sync.run.decode import open_objects
+from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseLookup
@@ -108,16 +108,14 @@ def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, obje
         DeltaSyncError: see ``open_objects`` and ``DeltaReader.take``.
     """
     counts: Counter[int] = Counter()
-    sums: dict[int, Fingerprint] = {}
     parts = open_objects(document, table, objects)
     for part in parts:
         part.check()
         for ids, sizes in part.directory.values():
             counts.update(dict(zip(ids.tolist(), sizes.tolist(), strict=True)))
         counts.update({tensor: table[tensor].numel for tensor in part.full})
-        for tensor, change in part.fingerprints.items():
-            sums[tensor] = sums.get(tensor, Fingerprint()) + change
-    summary = ChangeSummary(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
+    full = frozenset(tensor for part in parts for tensor in part.full)
+    summary = ChangeSummary(counts, full, declared_changes(parts))
     if not needs_base_bits(document):
         for _ in pieces_of(parts):
             pass

@@ -133,7 +133,7 @@ class PartialState:
             return bits
 
         largest = [box for box, _ in kept if box.is_whole][:1] or [box for box, _ in kept]
-        if len(largest) > 1 and any(_overlap(one, other) for one, other in combinations(largest, 2)):
+        if len(largest) > 1 and any(one.overlaps(other) for one, other in combinations(largest, 2)):
             return refusing(CutTileError(f"boxes of tensor {spec.name!r} overlap"))
         return held_part(spec, [view_of(box) for box in largest], assembled)
 
@@ -193,15 +193,7 @@ def _complete(boxes: Sequence[Box]) -> bool:
     """Return whether non-empty boxes of one tensor hold each element exactly once."""
     if sum(box.numel for box in boxes) != math.prod(boxes[0].whole):
         return False
-    return not any(_overlap(one, other) for one, other in combinations(boxes, 2))
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    sides = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    return all(
-        start < other_start + other_size and other_start < start + size
-        for start, size, other_start, other_size in sides
-    )
+    return not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def any_sharded(targets: TargetTensors) -> bool:

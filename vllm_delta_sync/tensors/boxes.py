@@ -60,6 +60,11 @@ class Box:
         """True if the box covers the whole tensor."""
         return self.shape == self.whole
 
+    def overlaps(self, other: "Box") -> bool:
+        """Return whether a box of the same tensor, and not empty either, shares an element with this one."""
+        rows = zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+        return all(max(at, start) < min(at + size, start + extent) for at, size, start, extent in rows)
+
     @property
     def index(self) -> tuple[Any, ...]:
         """Index that selects the box from an array or tensor of shape ``whole``, as a view."""

@@ -32,7 +32,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.checks import read_shard
-from vllm_delta_sync.run.decode import open_objects
+from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.objects import declared_change, read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step
@@ -190,10 +190,7 @@ def build_patch(
     Raises:
         DeltaSyncError: as ``merge`` and ``PatchBuilder``.
     """
-    declared: dict[int, Fingerprint] = {}
-    for reader in (reader for readers in steps for reader in readers):
-        for tensor, change in reader.fingerprints.items():
-            declared[tensor] = declared.get(tensor, Fingerprint()) + change
+    declared = declared_changes(reader for readers in steps for reader in readers)
     builder = PatchBuilder(version, routes, fingerprints, declared)
     with attribute_errors(0):
         for patch in routed:
