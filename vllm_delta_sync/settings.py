@@ -311,18 +311,16 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     return settings
 
 
-def client_settings(
-    overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
-) -> ClientSettings:
+def client_settings(overrides: Mapping[str, Any] | None = None) -> ClientSettings:
     """Return the settings of a command, a publisher or a reader, from overrides, environment and file.
 
     Args:
-        overrides, environment: see ``load_settings``.
+        overrides: see ``load_settings``.
 
     Raises:
         SettingsError: an unknown name, an invalid value, or an unreadable file.
     """
-    return _RawSettings.read(overrides, environment).validated(ClientSettings)
+    return _RawSettings.read(overrides, None).validated(ClientSettings)
 
 
 def check_bucket(url: str) -> None:

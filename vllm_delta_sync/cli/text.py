@@ -41,15 +41,10 @@ def print_json(command: str | None, data: dict[str, Any] | None, error: DeltaSyn
     print(json.dumps(line), flush=True)
 
 
-def print_event(
-    options: argparse.Namespace,
-    data: dict[str, Any],
-    show: Callable[[], object],
-    error: DeltaSyncError | None = None,
-) -> None:
+def print_event(options: argparse.Namespace, data: dict[str, Any], show: Callable[[], object]) -> None:
     """Print one event of a command that runs until it is interrupted: a line of JSON, or what ``show`` prints."""
     if options.json:
-        print_json(options.command, data, error)
+        print_json(options.command, data)
     else:
         show()
         sys.stdout.flush()

@@ -32,7 +32,6 @@ def make_anchor(
     scratch: str | Path | None = None,
     shard_bytes: int = OBJECT_BYTES,
     stop: Stop = never_stop,
-    state: ModelState | None = None,
 ) -> Anchor:
     """Write the anchor of a version, unless the bucket has it.
 
@@ -44,7 +43,6 @@ def make_anchor(
         scratch: folder for the weights and one shard at a time; None for the system's temporary directory.
         shard_bytes: target size of a shard; a tensor is never split, so a shard may be larger.
         stop: polled during the work; True stops it.
-        state: the verified weights of the version, if the caller has them.
 
     Returns:
         the document in the bucket, which another writer may have written.
@@ -57,7 +55,7 @@ def make_anchor(
     found = None if replace else existing_anchor(run, target)
     if found is not None:
         return found
-    state = RollingWeights(run, base, scratch, stop).at(target) if state is None else state
+    state = RollingWeights(run, base, scratch, stop).at(target)
     shards = shard_tables(run.table, shard_bytes)
     largest = max((shard.full_bytes for shard in shards), default=0)
     with scratch_folder(scratch, f"the anchor of version {version}", largest + largest // 64) as folder:

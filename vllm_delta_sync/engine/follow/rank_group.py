@@ -18,6 +18,8 @@ from vllm_delta_sync.format.table import TensorTable
 
 POLL_SHORTEST_S = 0.001
 POLL_LONGEST_S = 0.02
+STAGE_SECONDS = 1800.0
+"""Staging or a rescan that takes longer than this is reported as hanging."""
 
 
 @dataclass
@@ -80,9 +82,8 @@ class RankGroup:
         ownership: which rank holds which part of each tensor; known after ``identify``.
     """
 
-    def __init__(self, port: EnginePort, stage_seconds: float) -> None:
+    def __init__(self, port: EnginePort) -> None:
         self._port = port
-        self._seconds = stage_seconds
         self.ownership: Ownership | None = None
         self._declared = Fingerprint()
 
@@ -196,7 +197,7 @@ class RankGroup:
             EngineError: a rank does not finish in time. It is busy until it does.
         """
         unwrap(self._port.call(request))
-        pause, deadline = POLL_SHORTEST_S, time.monotonic() + self._seconds
+        pause, deadline = POLL_SHORTEST_S, time.monotonic() + STAGE_SECONDS
         while True:
             time.sleep(pause)
             running = [rank for rank, answer in enumerate(unwrap(self._port.call(protocol.Poll()))) if answer.running]
@@ -205,7 +206,7 @@ class RankGroup:
             if time.monotonic() > deadline:
                 busy = ", ".join(map(str, running))
                 raise EngineError(
-                    f"{request.operation} has run for {self._seconds:.0f} s on rank {busy} without finishing; the "
+                    f"{request.operation} has run for {STAGE_SECONDS:.0f} s on rank {busy} without finishing; the "
                     "served version stays"
                 )
             pause = min(2 * pause, POLL_LONGEST_S)

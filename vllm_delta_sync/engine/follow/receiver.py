@@ -36,9 +36,6 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings
 
-STAGE_SECONDS = 1800.0
-"""Staging or a rescan that takes longer than this is reported as hanging."""
-
 
 class Receiver:
     """Keeps an engine on the version that the settings, and requests at run time, ask for.
@@ -63,7 +60,6 @@ class Receiver:
         self,
         port: EnginePort,
         settings: Settings,
-        stage_seconds: float = STAGE_SECONDS,
         orders: StandingOrderStore | None = None,
     ) -> None:
         self.port = LabelKeepingPort(port)
@@ -84,7 +80,7 @@ class Receiver:
         trusted_head = TrustedHead(settings, keyring)
         self.history = History(settings.bucket, keyring, trusted_head, settings.store(), policy)
         self.planner = UpdatePlanner(self.history, policy)
-        ranks = RankGroup(self.port, stage_seconds)
+        ranks = RankGroup(self.port)
         self._updater = WeightUpdater(self.port, settings, self.board, self.history, self.planner, ranks)
         self._identifier = WeightIdentifier(settings, self.board, self.history, ranks, self._updater.invalidate)
         # The standing order whose version is not served yet; set only after a restart.

@@ -11,6 +11,8 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_of_key
 from vllm_delta_sync.run.read_plan import Plan, plan_read
 from vllm_delta_sync.run.run_reader import RunReader
 
+SPELLED_RANGES = 8
+
 Ranges = list[list[int]]
 
 
@@ -25,11 +27,12 @@ def ranges(versions: Iterable[int]) -> Ranges:
     return found
 
 
-def spelled(versions: Iterable[int], most: int = 8) -> str:
-    """Return the versions as text, ``3, 5 to 9``; only the newest ``most`` ranges."""
+def spelled(versions: Iterable[int]) -> str:
+    """Return the versions as text, ``3, 5 to 9``; only the newest ranges, ``SPELLED_RANGES`` at most."""
     found = ranges(versions)
-    words = [str(a) if a == b else f"{a} to {b}" for a, b in found[-most:]]
-    return ", ".join(([f"… {len(found) - most} ranges"] if len(found) > most else []) + words)
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in found[-SPELLED_RANGES:]]
+    left_out = len(found) - len(words)
+    return ", ".join(([f"… {left_out} ranges"] if left_out else []) + words)
 
 
 def empty_record(run: RunReader) -> Retention:
