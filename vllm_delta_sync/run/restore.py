@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -151,9 +151,20 @@ def execute_plan(
                 # ``raise error from error`` would hide its cause.
                 raise
             raise explained from error
-        attempt = _PlanExecution(found, load, progress, scratch)
+        # The key of the document in use, which is avoided if it fails.
+        key = found.root.key
         try:
-            return found, attempt.build()
+            weights = load(found)
+            done = run.table.full_bytes
+            if progress is not None:
+                progress(done, work_bytes(found))
+            for step in found.steps:
+                key = step.key
+                apply_step(step, weights, scratch)
+                done += step.payload_bytes
+                if progress is not None:
+                    progress(done, work_bytes(found))
+            return found, weights
         except CutTileError:
             # No other path helps: the caller has to hold more.
             raise
@@ -161,12 +172,10 @@ def execute_plan(
             # The caller can name another base, so what is wrong with this one matters more than damage in the bucket.
             if first is None or (isinstance(error, BaseUnavailableError) > isinstance(first, BaseUnavailableError)):
                 first = error
-            if attempt.key in avoid:
+            if key in avoid:
                 raise first from error
-            avoid.add(attempt.key)
-            logger.warning(
-                "%s cannot be used, trying another path to version %d: %s", attempt.key, target.version, error
-            )
+            avoid.add(key)
+            logger.warning("%s cannot be used, trying another path to version %d: %s", key, target.version, error)
 
 
 def _explain_failure(run: RunReader, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
@@ -180,35 +189,6 @@ def _explain_failure(run: RunReader, target: Manifest, error: DeltaSyncError) ->
         f"version {target.version} is no longer kept: garbage collection removed what it needs (delta-sync gc); "
         f"choose another version ({error.message})"
     )
-
-
-class _PlanExecution(Generic[_Weights]):
-    """Executes one plan.
-
-    Attributes:
-        key: of the document in use, which is avoided if it fails.
-    """
-
-    def __init__(
-        self, found: Plan, load: Callable[[Plan], _Weights], progress: Progress | None, scratch: str | Path | None
-    ) -> None:
-        self._plan, self._load, self._progress, self._scratch = found, load, progress, scratch
-        self._done = 0
-        self.key = found.root.key
-
-    def build(self) -> _Weights:
-        state = self._load(self._plan)
-        self._count(self._plan.run.table.full_bytes)
-        for step in self._plan.steps:
-            self.key = step.key
-            apply_step(step, state, self._scratch)
-            self._count(step.payload_bytes)
-        return state
-
-    def _count(self, size: int) -> None:
-        self._done += size
-        if self._progress is not None:
-            self._progress(self._done, work_bytes(self._plan))
 
 
 def work_bytes(found: Plan) -> int:

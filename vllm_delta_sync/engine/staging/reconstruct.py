@@ -90,7 +90,7 @@ def rebuild(run: Run, head: Manifest, folder: str, policy: ServicePolicy | None 
             raise
         except (DataError, UsageError) as error:
             first, failed = first or error, error
-        earlier = _newest_before(run, target, avoid)
+        earlier = ReadPlanner(run, avoid).newest_before(target)
         newest = None if earlier is None else newest_to_serve(run, earlier, policy or ServicePolicy())
         earlier = None if newest is None else run.manifest(newest)
         if earlier is None:
@@ -150,11 +150,6 @@ class _ProgressLog:
         if time.monotonic() - self._last_logged >= SECONDS_BETWEEN_LINES:
             self._last_logged = time.monotonic()
             logger.info("rebuilding version %d: %.1f of %.1f MB", self._target.version, done / 1e6, total / 1e6)
-
-
-def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
-    """Return the newest version before ``target`` that can be rebuilt from documents that are not in ``avoid``."""
-    return ReadPlanner(run, avoid).newest_before(target)
 
 
 def drain_tensors(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -175,10 +175,10 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
     in run.json proves tensors.json.
     """
     restored = []
-    info = _info(bucket)
-    if info is None or not _has_valid_signature(keyring, info):
-        info = _info(mirror)
-        if info is None or not _is_run(bucket, info) or not _has_valid_signature(keyring, info):
+    info = _trusted_info(bucket, keyring)
+    if info is None:
+        info = _trusted_info(mirror, keyring)
+        if info is None or not _is_run(bucket, info):
             return []
         bucket.put(RUN_KEY, info.to_bytes())
         restored.append(RUN_KEY)
@@ -188,19 +188,14 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
     return restored
 
 
-def _has_valid_signature(keyring: Keyring, info: RunInfo) -> bool:
+def _trusted_info(bucket: Bucket, keyring: Keyring) -> RunInfo | None:
+    """Return run.json; None if it is missing or damaged, or has no valid signature of a trusted key."""
     try:
+        info = read_info(bucket)
         keyring.check(info, RUN_KEY)
     except DataError:
-        return False
-    return True
-
-
-def _info(bucket: Bucket) -> RunInfo | None:
-    try:
-        return read_info(bucket)
-    except DataError:
         return None
+    return info
 
 
 def _table(bucket: Bucket, info: RunInfo) -> TensorTable | None:
