@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -95,9 +94,7 @@ class DeltaSyncCallback(TrainerCallback):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Events of the Trainer

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vllm_delta_sync.bucket import open_beside
+from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.errors import BaseUnavailableError, ChainError, DataError, NotFoundError
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
 from vllm_delta_sync.run.run_reader import RunReader
@@ -94,8 +95,4 @@ def _is_run(run: RunReader, base: str | Path) -> bool:
         return False
     # The name of a directory may look like a URL.
     with open_beside(run.bucket, Path(base).resolve() if Path(base).is_dir() else base) as bucket:
-        try:
-            bucket.stat(RUN_KEY)
-        except NotFoundError:
-            return False
-    return True
+        return exists(bucket, RUN_KEY)

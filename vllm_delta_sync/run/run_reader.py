@@ -7,7 +7,6 @@ from copy import copy
 from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import chain
-from types import TracebackType
 from typing import Self, TypeVar
 
 from vllm_delta_sync import units
@@ -554,9 +553,7 @@ class RunReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_standalone(self, kind: type[_Standalone], key: str, max_bytes: int) -> _Standalone:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats
@@ -193,7 +194,7 @@ class _Collector:
         for number, info in enumerate(removals, 1):
             # An unlisted object may belong to a version that was committed since.
             is_document = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
-            removable = is_document or info.key in listed or self._is_head(found.head)
+            removable = is_document or info.key in listed or not exists(self._run.bucket, version_key(found.head + 1))
             if removable and self._is_unchanged(info):
                 self._check_announced(written)
                 self._run.bucket.delete(info.key)
@@ -202,13 +203,6 @@ class _Collector:
             if self._progress is not None:
                 self._progress(number, len(removals), size)
         return removed
-
-    def _is_head(self, version: int) -> bool:
-        try:
-            self._run.bucket.stat(version_key(version + 1))
-        except NotFoundError:
-            return True
-        return False
 
     def _is_unchanged(self, info: ObjectInfo) -> bool:
         """Return whether the object was neither removed nor put again since the bucket was listed."""
