@@ -5,15 +5,13 @@ Each command calls the route of its name; ``server_client`` makes the requests.
 
 import argparse
 import re
-import sys
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.cli.arguments import RUN, VERSION, interval, opened, version
 from vllm_delta_sync.cli.command import Command, Option, Report, option
-from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_fields, size
+from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_error, print_fields, size
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.server_client import (
@@ -46,9 +44,6 @@ is sent to every --server: use https:// where others can listen. A server that h
 FAILED = "the server refuses or fails"
 DONE = {"sync": "synced", "rollback": "rolled back", "hold": "held", "release": "released", "wait": "done"}
 
-Outcome = tuple[str, Reply | DeltaSyncError]
-"""URL of a server, and its status or what went wrong."""
-
 
 def older(text: str) -> int | str:
     """Parse the version of ``rollback``: as ``version``, or ``served~N``."""
@@ -71,6 +66,7 @@ def _timeout(longest: float = 600.0) -> Option:
 
 
 def _order(options: argparse.Namespace) -> Report:
+    """Ask each server, and print each outcome as it comes; the error is that of the first server that failed."""
     token = None
     if options.command != "status":
         token = admin_token.load_text(options.settings.admin_token_file)
@@ -79,18 +75,23 @@ def _order(options: argparse.Namespace) -> Report:
     if isinstance(named, str) and not _BEFORE_SERVED.fullmatch(named):
         run = opened(options)
         options.run, options.version = run.info.run, run.resolve(named).version
-    return _report(options, _ask_each(options, token))
-
-
-def _ask_each(options: argparse.Namespace, token: str | None = None) -> Iterator[Outcome]:
     servers = options.server or [DEFAULT_SERVER]
     for url in servers:
         check_server_url(url)
+    rows: list[dict[str, Any]] = []
+    first: DeltaSyncError | None = None
     for url in servers:
+        outcome: Reply | DeltaSyncError
         try:
-            yield url, _ask(url, options, token)
+            outcome = _ask(url, options, token)
+            rows.append({"server": url, "status": outcome.document})
         except DeltaSyncError as error:
-            yield url, error
+            outcome = error
+            first = first or error
+            rows.append({"server": url, "error": pick(error, "kind message")})
+        if not options.json:
+            _print_outcome(options.command, url, outcome)
+    return Report({"servers": rows}, lambda _: None, first)
 
 
 def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
@@ -128,33 +129,9 @@ def _before_served(url: str, count: int) -> int:
     return served.version - count
 
 
-def _report(options: argparse.Namespace, asked: Iterator[Outcome]) -> Report:
-    """Print each outcome as it comes, and return all of them; the error is that of the first server that failed."""
-    outcomes = []
-    for url, outcome in asked:
-        outcomes.append((url, outcome))
-        if not options.json:
-            _print_outcome(options.command, url, outcome)
-    return Report(_data(outcomes), lambda _: None, _first_error(outcomes))
-
-
-def _first_error(outcomes: list[Outcome]) -> DeltaSyncError | None:
-    return next((outcome for _, outcome in outcomes if isinstance(outcome, DeltaSyncError)), None)
-
-
-def _data(outcomes: list[Outcome]) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    for url, outcome in outcomes:
-        if isinstance(outcome, DeltaSyncError):
-            rows.append({"server": url, "error": pick(outcome, "kind message")})
-        else:
-            rows.append({"server": url, "status": outcome.document})
-    return {"servers": rows}
-
-
 def _print_outcome(command: str, url: str, outcome: Reply | DeltaSyncError) -> None:
     if isinstance(outcome, DeltaSyncError):
-        print(clean(f"delta-sync: {outcome.kind}: {outcome.message}"), file=sys.stderr, flush=True)
+        print_error(outcome)
     elif command == "status":
         _print_status(url, outcome.server_status)
     else:

@@ -110,46 +110,36 @@ def follow(
         raise UsageError(f"version {version[:80]!r} moves with the head; follow the head, a tag or a number")
     arguments = (Path(folder), base, shard_bytes, keep, progress)
     place = _Folder(*arguments) if format == "checkpoint" else SlimeFolder(*arguments, whole=format == "slime-full")
-    return _poll(
-        place, url, version, keyring, store,
-        once or isinstance(version, int), poll_seconds, threading.Event() if stop is None else stop,
-    )  # fmt: skip
+    once = once or isinstance(version, int)
+    stopped = threading.Event() if stop is None else stop
 
+    # A generator of its own, so that the arguments are checked at the call rather than at the first version.
+    def poll() -> Generator[FollowedVersion]:
+        with ExitStack() as stack:
+            stack.enter_context(place.locked())
+            run: Run | None = None
+            refused = ""
+            while not stopped.is_set():
+                try:
+                    if run is None:
+                        run = stack.enter_context(open_run(url, keyring, store, place.objects))
+                    update = place.update(run, version)
+                except (DataError, StoreError) as error:
+                    if once:
+                        raise
+                    if refused != error.message:
+                        logger.warning("%s stays as it is: %s: %s", place.path, error.kind, error.message)
+                    refused = error.message
+                else:
+                    refused = ""
+                    if update is not None:
+                        yield update
+                        place.mark_handled(update)
+                    if once:
+                        return
+                stopped.wait(poll_seconds)
 
-def _poll(
-    place: FollowedFolder,
-    url: str,
-    version: Version,
-    keyring: Keyring | None,
-    store: StoreOptions | None,
-    once: bool,
-    poll_seconds: float,
-    stop: threading.Event,
-) -> Generator[FollowedVersion]:
-    """As ``follow``, which checks the arguments at its call rather than at the first version."""
-    with ExitStack() as stack:
-        stack.enter_context(place.locked())
-        run: Run | None = None
-        refused = ""
-        while not stop.is_set():
-            try:
-                if run is None:
-                    run = stack.enter_context(open_run(url, keyring, store, place.objects))
-                update = place.update(run, version)
-            except (DataError, StoreError) as error:
-                if once:
-                    raise
-                if refused != error.message:
-                    logger.warning("%s stays as it is: %s: %s", place.path, error.kind, error.message)
-                refused = error.message
-            else:
-                refused = ""
-                if update is not None:
-                    yield update
-                    place.mark_handled(update)
-                if once:
-                    return
-            stop.wait(poll_seconds)
+    return poll()
 
 
 class _Folder(FollowedFolder):
