@@ -102,7 +102,7 @@ class ProcessGroup:
         self._sequence += 1
         mine = {"what": what, "sequence": self._sequence, "value": document}
         if not self.is_rank0:
-            self._send_document(0, mine)
+            self._send_bytes(0, encode_document(mine))
             return None
         reports: list[Json] = [document]
         problem: LostRankError | None = None
@@ -128,7 +128,7 @@ class ProcessGroup:
             problem: LostRankError | None = None
             for rank in range(1, self.size):
                 try:
-                    self._send_document(rank, mine)
+                    self._send_bytes(rank, encode_document(mine))
                 except LostRankError as error:
                     problem = problem or error
             if problem is not None:
@@ -304,9 +304,6 @@ class ProcessGroup:
                 self._send_bytes(rank, encode_document({"lost": error.message}), _PARTING_SECONDS)
             except LostRankError:
                 logger.debug("rank %d could not be notified that another rank is lost", rank)
-
-    def _send_document(self, rank: int, document: Json) -> None:
-        self._send_bytes(rank, encode_document(document))
 
     def _receive_document(self, rank: int, seconds: float | None = None) -> Json:
         return json.loads(self._receive_bytes(rank, seconds).tobytes())
