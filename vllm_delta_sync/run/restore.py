@@ -153,6 +153,8 @@ def execute_plan(
             raise explained from error
         # The key of the document in use, which is avoided if it fails.
         key = found.root.key
+        # Frees those of a failed attempt before others are loaded.
+        weights: _Weights | None = None
         try:
             weights = load(found)
             done = run.table.full_bytes
