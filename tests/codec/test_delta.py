@@ -20,7 +20,6 @@ from tests.support.samples import (
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
@@ -90,64 +89,12 @@ def test_every_dtype_in_one_object(codec: Codec, compression: Compression, share
     check_round_trip(table, old, nudge(old, random, share), codec, compression, full=list(range(len(table))))
 
 
-@ways
-@pytest.mark.parametrize(
-    "where",
-    [[0], [99_999], [0, 99_999], [254], [255], [256], [0, 256], [0, 257], [0, 255, 511, 766, 1022], [500, 99_998]],
-)
-def test_lonely_elements(codec: Codec, compression: Compression, where: list[int]) -> None:
-    table = TensorTable([TensorSpec("w", "BF16", (100_000,))])
-    old = [np.zeros(100_000, np.uint16)]
-    new = [old[0].copy()]
-    new[0][where] = 0x8000
-    check_round_trip(table, old, new, codec, compression, full=[])
-
-
-@ways
-def test_every_bf16_pattern_to_every_neighbour(codec: Codec, compression: Compression) -> None:
-    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
-    table = TensorTable([TensorSpec("w", "BF16", (every.size,))])
-    for new in (every[::-1], np.roll(every, 1), every ^ np.uint16(0x8000), np.full_like(every, 0x7FC1)):
-        check_round_trip(table, [every], [new.copy()], codec, compression, full=[])
-
-
-@ways
-def test_nothing_changed(codec: Codec, compression: Compression) -> None:
-    table = every_dtype_table(3)
-    bits = random_bits(table, np.random.default_rng(0))
-    data = check_round_trip(table, bits, bits, codec, compression, full=[])
-    assert decode(data, table, CONTEXT) == Changes()
-
-
-@pytest.mark.parametrize(("codec", "compression"), WAYS[2:])
-def test_positions_beyond_32_bits(codec: Codec, compression: Compression) -> None:
-    numel = 2**40
-    table = TensorTable([TensorSpec("w", "BF16", (2**20, 2**20))])
-    positions = np.array([0, 254, 255, 600, 2**31 - 1, 2**31, 2**32 + 5, 2**39, numel - 1], np.int64)
-    values = np.arange(1, positions.size + 1).astype(np.uint16)
-    group = Sparse("BF16", np.array([0], np.uint32), np.array([positions.size]), positions, values, codec == "plain")
-    changes = Changes([group], fingerprints={0: changes_between(table_of_one(), *one_change()).fingerprint})
-    found = decode(encode(changes, table, codec, compression, CONTEXT), table, CONTEXT)
-    assert found.sparse[0].positions.tolist() == positions.tolist()
-    assert found.sparse[0].data.tolist() == values.tolist()
-
-
 def table_of_one() -> TensorTable:
     return TensorTable([TensorSpec("w", "BF16", (4,))])
 
 
 def one_change() -> tuple[list[Bits], list[Bits]]:
     return [np.zeros(4, np.uint16)], [np.array([0, 0x8000, 0, 5], np.uint16)]
-
-
-def test_a_tensor_never_spans_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coder, "BLOCK_CHANGES", 500)
-    table = TensorTable([TensorSpec(f"w{i:02d}", "BF16", (300,)) for i in range(7)])
-    old = random_bits(table, np.random.default_rng(1))
-    new = [bits + np.uint16(1) for bits in old]
-    data = check_round_trip(table, old, new, "plain", "zstd", full=[])
-    groups = decode(data, table, CONTEXT).sparse
-    assert [group.ids.tolist() for group in groups] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
 def test_anyone_reads_raw() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
+from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
@@ -23,7 +23,6 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor
 
 TABLE = TensorTable(
     [
@@ -89,25 +88,6 @@ def test_an_object_with_more_elements_than_its_manifest_says_is_refused() -> Non
     assert decode(data, TABLE, replace(CONTEXT, changed=20)).changed == 30
     with pytest.raises(FormatError, match="20 elements"):
         decode(data, TABLE, replace(CONTEXT, changed=19))
-
-
-def test_tables_of_blocks_are_checked_without_the_weights_of_the_base() -> None:
-    old = [np.zeros(spec.numel, spec.element.uint) for spec in SMALL]
-    new = [np.arange(spec.numel, dtype=spec.element.uint) for spec in SMALL]
-    changes = changes_between(SMALL, old, new)
-    base = lambda tensor: BaseTensor(old[tensor])  # noqa: E731
-    codecs: list[Codec] = ["plain", "tiled"]
-    for codec in codecs:
-        container = Container(encode(changes, SMALL, codec, "none", CONTEXT, base))
-        arrays = {
-            name: (entry.dtype.name, container.bits(name).copy().reshape(entry.shape))
-            for name, entry in container.entries.items()
-        }
-        metadata = json.loads(container.metadata["delta_sync"])
-        DeltaReader(build(arrays, metadata), SMALL, CONTEXT).check()
-    arrays["@0.tables"] = u8(*arrays["@0.tables"][1][:-1])
-    with pytest.raises(FormatError, match="tables"):
-        DeltaReader(build(arrays, metadata), SMALL, CONTEXT).check()
 
 
 METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
@@ -211,16 +191,8 @@ TILES: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("count of 2^63", lambda a: a.update({"@0.counts": u64(3, 2**63)}), FormatError),
     ("count of 2^64 - 1", lambda a: a.update({"@0.counts": u64(3, 2**64 - 1)}), FormatError),
     ("counts shifted", lambda a: a.update({"@0.counts": u64(2, 18)}), FormatError),
-    ("counts above the streams", lambda a: a.update({"@0.counts": u64(4, 17)}), FormatError),
-    ("counts below the streams", lambda a: a.update({"@0.counts": u64(3, 16)}), FormatError),
-    ("tables cut", lambda a: a.update({"@0.tables": u8(*a["@0.tables"][1][:-1])}), FormatError),
-    ("tables too long", lambda a: a.update({"@0.tables": u8(*a["@0.tables"][1], 0)}), FormatError),
     ("tables empty", lambda a: a.update({"@0.tables": u8()}), FormatError),
-    ("keys descending", lambda a: a["@0.tables"][1].__setitem__(0, 9), FormatError),
-    ("code too long", lambda a: a["@0.tables"][1].__setitem__(3, 12), FormatError),
     ("codes of nothing", lambda a: a["@0.tables"][1].__setitem__(slice(3, 2523), 0), FormatError),
-    ("streams cut", lambda a: a.update({"@0.streams": u8(*a["@0.streams"][1][:-1])}), FormatError),
-    ("streams too long", lambda a: a.update({"@0.streams": u8(*a["@0.streams"][1], 0)}), FormatError),
     ("streams empty", lambda a: a.update({"@0.streams": u8()}), FormatError),
     ("full of another dtype", lambda a: a.update({"c": ("I32", a["c"][1])}), TensorMismatchError),
     ("full of another shape", lambda a: a.update({"c": ("F32", a["c"][1].reshape(2, 5))}), TensorMismatchError),
@@ -314,10 +286,3 @@ def test_a_table_whose_names_look_like_the_codecs_entries() -> None:
     }
     with pytest.raises(TensorMismatchError, match=r"'a\.values'"):
         decode(build(arrays, parts("raw")[1]), clash, CONTEXT)
-
-
-def test_an_object_of_another_place_in_the_chain() -> None:
-    data = build(*parts("plain"))
-    for context in (DeltaContext(CONTEXT.run, 2, 1), DeltaContext("0" * 32, 1, 0), DeltaContext(CONTEXT.run, 1, 1)):
-        with pytest.raises(ChainError, match="the manifest says"):
-            decode(data, TABLE, context)

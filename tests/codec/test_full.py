@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.codec.tiling import by_the_letter, signed
-from tests.support import reference_tiles as reference
-from tests.support.samples import CONTEXT, changes_between, patterns
+from tests.support.samples import CONTEXT, patterns
 from vllm_delta_sync.codec import full
 from vllm_delta_sync.codec.delta_object import BlockEntries, open_blocks, parse_blocks
 from vllm_delta_sync.codec.delta_reader import decode
@@ -78,20 +76,3 @@ def test_a_tensor_in_full_is_compressed() -> None:
         assert found.fingerprints == changes.fingerprints
         sizes[compression] = len(data)
     assert sizes["zstd"] < 0.75 * bits.nbytes < bits.nbytes < sizes["none"]
-
-
-def test_one_object_holds_every_kind() -> None:
-    table = TensorTable([TensorSpec(name, "BF16", (4000,)) for name in "abcd"])
-    old = [np.arange(4000, dtype=np.uint16) for _ in table]
-    new = [bits.copy() for bits in old]
-    new[0][5] += 1
-    new[1][::2] += 3
-    new[3][:] = 7
-    changes = changes_between(table, old, new, full=[3])
-    data = encode(changes, table, "plain", "zstd", CONTEXT)
-    assert [block["kind"] for block in reference.entries_of(data)[0]["blocks"]] == ["tiles", "full"]
-    found = decode(data, table, CONTEXT)
-    assert [group.ids.tolist() for group in found.sparse] == [[0, 1]]
-    assert signed(found) == signed(changes) == by_the_letter(data, table, None)
-    assert [(tensor.id, tensor.bits.tolist()) for tensor in found.full] == [(3, [7] * 4000)]
-    assert set(found.fingerprints) == {0, 1, 3}

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -68,15 +67,6 @@ def test_codes_are_short_and_near_the_best(counts: list[int]) -> None:
         assert used == [1] * len(used)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
-def test_symbols_of_geometric_gaps_take_about_their_entropy(share: float) -> None:
-    gaps = np.random.default_rng(0).geometric(share, 100_000) - 1
-    tokens = [reference.token_of(gap) for gap in gaps.tolist()]
-    counts = np.bincount([token for token, _ in tokens], minlength=SYMBOLS)
-    p = counts[counts > 0] / counts.sum()
-    assert cost(counts.tolist(), lengths_of(counts.tolist())) < counts.sum() * (0.05 - float((p * np.log2(p)).sum()))
-
-
 @given(COUNTS)
 def test_codes_are_those_of_the_specification(counts: list[int]) -> None:
     lengths = lengths_of(counts)
@@ -116,31 +106,6 @@ def test_tables_say_what_the_next_bits_mean(gaps: list[int], values: list[int]) 
                 kind = symbol % 3
                 found = (entry & 15, entry >> 4 & 3, entry >> 6 & 31, entry >> 11)
                 assert found == (len(codes[symbol]), kind, raw, least >> raw)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "wrong"),
-    [
-        ([], False),
-        ([1], False),
-        ([1, 1], False),
-        ([1, 2], False),
-        ([1, 2, 2], False),
-        ([11] * 252, False),
-        ([1, 1, 11], True),
-        ([1, 2, 2, 11], True),
-        ([2] * 5, True),
-        ([12], True),
-        ([255], True),
-        ([1] * 252, True),
-    ],
-)
-def test_lengths_that_no_code_has(lengths: list[int], wrong: bool) -> None:
-    for row in range(TABLES):
-        for half in (0, 1):
-            every = np.zeros((TABLES, 2, SYMBOLS), np.uint8)
-            every[row, half, : len(lengths)] = lengths
-            assert overfull(every) == wrong
 
 
 @given(st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 63).map(lambda bit: 2**bit)))

@@ -78,13 +78,6 @@ def test_tiles_part_a_tensor(shape: tuple[int, ...]) -> None:
     assert least_tiles(numel) <= grid.tiles
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 13), (3, 20, 30), (70, 64), (2, 100, 128), (513, 64), (1, 300)])
-def test_each_element_is_in_one_tile(shape: tuple[int, ...]) -> None:
-    numel = int(np.prod(shape, dtype=np.int64))
-    seen = sorted(place for tile in tiles_of(grid_of(shape)) for place in reference.places(shape, tile))
-    assert seen == list(range(numel))
-
-
 def shares(size: int, ranks: int) -> list[tuple[int, int]]:
     return [(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
 
@@ -95,18 +88,18 @@ def cut(grid: Grid, parts: list[Rectangle]) -> int:
     return sum(int(np.sum((found > 0) & (found < whole))) for found in (grid.covered([part]) for part in parts))
 
 
+ODD_VOCABULARIES = [(32_003, 2048), (50_257, 768), (50_265, 1024), (256_003, 2304)]
+
+
 @pytest.mark.parametrize(
-    ("shape", "ranks"), [(shape, n) for shape, n in product(VOCABULARIES, RANKS) if not shape[0] % n]
+    ("shape", "ranks"),
+    [
+        *((shape, n) for shape, n in product(VOCABULARIES, RANKS) if not shape[0] % n),
+        *product(ODD_VOCABULARIES, (2, 4, 8, 16)),
+    ],
 )
 def test_ranks_that_share_a_vocabulary_cut_no_tile(shape: tuple[int, int], ranks: int) -> None:
     """vLLM gives each the same number of rows, once there are so many that 64 divides them."""
-    rows, columns = shape
-    assert cut(grid_of(shape), [(*part, 0, columns) for part in shares(rows, ranks)]) == 0
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize("shape", [(32_003, 2048), (50_257, 768), (50_265, 1024), (256_003, 2304)])
-def test_ranks_that_share_a_vocabulary_of_odd_size_cut_no_tile(shape: tuple[int, int], ranks: int) -> None:
     rows, columns = shape
     padded = (rows + 63) // 64 * 64
     parts = [(min(first, rows), min(last, rows), 0, columns) for first, last in shares(padded, ranks)]
@@ -191,14 +184,6 @@ def test_what_rectangles_cover_is_counted(shape: tuple[int, int], data: st.DataO
         held[top:bottom, left:right] = True
     counted = [int(held[tile.top : tile.bottom, tile.left : tile.right].sum()) for tile in tiles_of(grid)]
     assert grid.covered(chosen).reshape(-1).tolist() == counted
-
-
-def test_a_grid_knows_its_tiles() -> None:
-    grid = Grid(np.array([0, 3, 4, 10]), np.array([0, 5, 7]))
-    assert (grid.bands, grid.across, grid.tiles, grid.columns) == (3, 2, 6, 7)
-    assert grid.covered(None).tolist() == [[15, 6], [5, 2], [30, 12]]
-    assert grid.covered([(2, 5, 4, 6)]).tolist() == [[1, 1], [1, 1], [1, 1]]
-    assert grid.covered([]).sum() == 0
 
 
 # Views as rectangles

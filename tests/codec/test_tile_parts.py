@@ -73,24 +73,6 @@ def test_of_whole_tiles_a_rank_reads_exactly_its_changes(
     assert found.fingerprints == changes.fingerprints
 
 
-@pytest.mark.parametrize("by", ["rows", "columns"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_together_read_all(by: str, ranks: int) -> None:
-    spec = TensorSpec("t", "BF16", (1536, 1536))
-    table, (rows, columns) = TensorTable([spec]), spec.shape
-    old, new = trained(spec.shape, 1, share=0.05)
-    data = encoded(table, [old], [new])
-    seen: reference.Changed = {}
-    for rank in range(ranks):
-        part = (rows * rank // ranks, rows * (rank + 1) // ranks, 0, columns)
-        if by == "columns":
-            part = (0, rows, columns * rank // ranks, columns * (rank + 1) // ranks)
-        found = signed(decode(data, table, CONTEXT, lambda _, part=part: held(old, spec.shape, [part])))[0]  # type: ignore[misc]
-        assert not seen.keys() & found.keys()
-        seen |= found
-    assert {0: seen} == signed(changes_between(table, [old], [new]))
-
-
 def test_a_rank_that_holds_nothing_reads_nothing() -> None:
     table = TensorTable([TensorSpec("t", "BF16", (64, 64))])
     old, new = trained((64, 64), 1)

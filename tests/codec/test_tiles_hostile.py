@@ -16,7 +16,7 @@ from tests.support.samples import CONTEXT
 from vllm_delta_sync.codec.delta_object import Arrays
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode, pieces_of
 from vllm_delta_sync.codec.tiles.decode_kernels import NO_CODE, OUTSIDE, SHORT, TOO_MANY, TWICE, WIDE
-from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
+from vllm_delta_sync.errors import DeltaSyncError, FormatError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import write_container
@@ -174,13 +174,6 @@ def test_a_tile_of_codec_plain_that_is_not_plain() -> None:
     refused(wrong, table, "codec 'plain' has a tile that is not plain", ELEVEN)
     with pytest.raises(FormatError, match="not plain"):
         DeltaReader(wrong, table, CONTEXT).check()
-
-
-def test_a_tile_that_is_not_plain_takes_old_bits() -> None:
-    table = one(11)
-    data = block(table, tables_of({(3, 0): {0: 1}}, [1]), b"\0", [1], "tiled")
-    with pytest.raises(UnsupportedError, match="codec 'tiled' and can be decoded only with the weights of its base"):
-        decode(data, table, CONTEXT)
 
 
 # Streams

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import zstandard
 
 from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between
@@ -96,7 +97,10 @@ def by_the_letter(data: bytes, table: TensorTable, old: Sequence[Bits] | None) -
 
 
 def numbers_of(data: bytes, block: int = 0) -> list[int]:
-    """The numbers of a block's tiles: bit 31 for a plain one, and how many bits each stream has. Compression: none."""
-    tables = reference.entries_of(data)[1][f"@{block}.tables"][3 + 2520 :]
-    planes = np.frombuffer(tables, np.uint8).reshape(4, -1)
+    """The numbers of a block's tiles: bit 31 for a plain one, and how many bits each stream has."""
+    metadata, entries = reference.entries_of(data)
+    tables = entries[f"@{block}.tables"]
+    if metadata["compression"] == "zstd":
+        tables = zstandard.decompress(tables)
+    planes = np.frombuffer(tables[3 + 2520 :], np.uint8).reshape(4, -1)
     return np.ascontiguousarray(planes.T).reshape(-1).view("<u4").tolist()

@@ -1,7 +1,6 @@
 """The committed run: today's reader gets the tensors it was made from, today's writer makes the same bytes."""
 
 import json
-import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -162,12 +161,6 @@ def test_the_golden_run_is_small_and_complete() -> None:
     assert len(files) == 3 + 2 * len(KINDS) - 1  # what changes nothing has no object
     assert sum(path.stat().st_size for path in files) < 200_000
     assert table().total == 4870
-
-
-def test_a_copy_elsewhere_reads_the_same(tmp_path: Path, run: Run) -> None:
-    copy = tmp_path / "with space"
-    shutil.copytree(DIRECTORY, copy)
-    assert open_run(copy.as_uri()).head() == run.head()
 
 
 def test_what_lies_beside_the_chain_is_read() -> None:

@@ -98,7 +98,8 @@ def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
     """Read ``data`` in every way there is → kinds and messages of the refusals, without their numbers.
 
     Raises:
-        RuntimeError: it takes longer than so many seconds, or gives what does not fit.
+        RuntimeError: it takes longer than so many seconds, gives what does not fit, or is read differently at once and
+            piece by piece.
     """
     ways: list[Callable[[], Iterable[Changes]]] = [
         lambda: [decode(data, TABLE, context(20_000), old)],
@@ -107,13 +108,20 @@ def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
         lambda: delta_reader.pieces_of([delta_reader.DeltaReader(data, TABLE, context(20_000), old)]),
     ]
     refused = set()
+    found: list[int | None] = []
     for way in ways:
         try:
             with _no_longer_than(seconds):
-                for changes in way():
+                pieces = list(way())
+                for changes in pieces:
                     _check(changes)
         except DeltaSyncError as error:
             refused.add(f"{error.kind}: {''.join(c for c in str(error) if not c.isdigit())[:160]}")
+            found.append(None)
+        else:
+            found.append(sum(changes.changed for changes in pieces))
+    if found[0] != found[-1]:
+        raise RuntimeError(f"read at once, {found[0]} elements change, and piece by piece {found[-1]}")
     return refused
 
 
