@@ -22,9 +22,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]
+from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
+from botocore.credentials import Credentials  # type: ignore[import-untyped]
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from moto.s3.exceptions import EntityTooSmall, InvalidPart, MalformedXML
 from moto.s3.models import FakeKey, FakeMultipart
@@ -32,8 +35,9 @@ from moto.settings import S3_UPLOAD_PART_MIN_SIZE
 from werkzeug.serving import make_server
 
 from tests.support import google_store
-from tests.support.s3_store import ACCESS_KEY, ALGORITHM, HOST, KEEP_ALIVE, REGION, SECRET_KEY, signature
+from tests.support.s3_store import ACCESS_KEY, HOST, KEEP_ALIVE, REGION, SECRET_KEY
 
+ALGORITHM = "AWS4-HMAC-SHA256"
 PIECE_BYTES = 1 << 20
 CREDENTIAL = re.compile(rf"{ALGORITHM} Credential=([^/]+)/([^,]+), *SignedHeaders=([^,]+), *Signature=([0-9a-f]+)")
 
@@ -150,13 +154,25 @@ def _refused(environ: WSGIEnvironment, body: bytes) -> tuple[str, str] | None:
     headers = {name: _header(environ, name) for name in names.split(";")}
     if not {"x-amz-date", "x-amz-content-sha256"} <= headers.keys():
         return "403 Forbidden", "AccessDenied"
-    expected = signature(SECRET_KEY, environ["REQUEST_METHOD"], environ["RAW_URI"], headers, scope)
+    expected = _signature(environ["REQUEST_METHOD"], environ["RAW_URI"], headers, scope)
     if not hmac.compare_digest(expected, proof):
         return "403 Forbidden", "SignatureDoesNotMatch"
     digest = headers["x-amz-content-sha256"]
     if re.fullmatch("[0-9a-f]{64}", digest) and digest != hashlib.sha256(body).hexdigest():
         return "400 Bad Request", "XAmzContentSHA256Mismatch"
     return None
+
+
+def _signature(method: str, target: str, headers: dict[str, str], scope: str) -> str:
+    """Signature (version 4) of a request. Args: scope: ``YYYYMMDD/REGION/s3/aws4_request``."""
+    # Clients sign a query in one spelling and may send another.
+    path, _, query = target.partition("?")
+    fields = parse_qsl(query, keep_blank_values=True)
+    request = AWSRequest(method, f"http://{HOST}{path}?{urlencode(fields, quote_via=quote, safe='-_.~')}", headers)
+    request.context["timestamp"] = headers["x-amz-date"]
+    signer = S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", scope.split("/")[1])
+    found: str = signer.signature(signer.string_to_sign(request, signer.canonical_request(request)), request)
+    return found
 
 
 def _header(environ: WSGIEnvironment, name: str) -> str:

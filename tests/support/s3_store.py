@@ -5,18 +5,19 @@ with serving() as server:
     os.environ.update(server.environment)
 """
 
-import hashlib
-import hmac
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import urlsplit
+
+from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]
+from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
+from botocore.credentials import Credentials  # type: ignore[import-untyped]
+from botocore.httpsession import URLLib3Session  # type: ignore[import-untyped]
 
 from tests.support import google_store
 
@@ -26,7 +27,6 @@ RUNNING = "TEST_S3_ENDPOINT"
 """Variable with the endpoint of another server, for tests to run over in place of moto."""
 START_SECONDS = 120
 END_SECONDS = 120
-ALGORITHM = "AWS4-HMAC-SHA256"
 KEEP_ALIVE = "keep-alive"
 SETTINGS = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MOTO_S3_DEFAULT_MAX_KEYS": "10"}
 """The server gives the memory of uploads back to the machine (200 MB instead of 520 remain after an object of 1 GB),
@@ -77,55 +77,13 @@ class S3Server:
 
     def request(self, method: str, path: str) -> bytes:
         """One signed request without a body; raises RuntimeError for an answer other than 2xx."""
-        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        headers = {
-            "host": f"{HOST}:{self.port}",
-            "x-amz-content-sha256": hashlib.sha256(b"").hexdigest(),
-            "x-amz-date": stamp,
-        }
-        scope = f"{stamp[:8]}/{self.region}/s3/aws4_request"
-        proof = signature(self.secret_key, method, path, headers, scope)
-        signed = f"SignedHeaders={';'.join(headers)}, Signature={proof}"
-        authorization = f"{ALGORITHM} Credential={self.access_key}/{scope}, {signed}"
-        connection = HTTPConnection(HOST, self.port, timeout=START_SECONDS)
-        try:
-            connection.request(method, path, headers={**headers, "Authorization": authorization, "Content-Length": "0"})
-            answer = connection.getresponse()
-            body = answer.read()
-        finally:
-            connection.close()
-        if answer.status // 100 != 2:
-            raise RuntimeError(f"{method} {path}: {answer.status} {body.decode(errors='replace')}")
+        request = AWSRequest(method, self.endpoint + path)
+        S3SigV4Auth(Credentials(self.access_key, self.secret_key), "s3", self.region).add_auth(request)
+        answer = URLLib3Session(timeout=START_SECONDS).send(request.prepare())
+        if answer.status_code // 100 != 2:
+            raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
+        body: bytes = answer.content
         return body
-
-
-def signature(secret: str, method: str, target: str, headers: Mapping[str, str], scope: str) -> str:
-    """Signature (version 4, hex) of a request.
-
-    Args:
-        target: path and query as sent. headers: the signed ones, in the order of their names, which are in lower case;
-            ``x-amz-date`` and ``x-amz-content-sha256`` among them. scope: ``YYYYMMDD/REGION/s3/aws4_request``.
-    """
-    parts = urlsplit(target)
-    query = sorted(
-        (quote(name, safe="-_.~"), quote(value, safe="-_.~"))
-        for name, value in parse_qsl(parts.query, keep_blank_values=True)
-    )
-    lines = [
-        method,
-        parts.path or "/",
-        "&".join(f"{name}={value}" for name, value in query),
-        *(f"{name}:{' '.join(value.split())}" for name, value in headers.items()),
-        "",
-        ";".join(headers),
-        headers["x-amz-content-sha256"],
-    ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    key = f"AWS4{secret}".encode()
-    for step in scope.split("/"):
-        key = hmac.digest(key, step.encode(), "sha256")
-    text = f"{ALGORITHM}\n{headers['x-amz-date']}\n{scope}\n{digest}"
-    return hmac.digest(key, text.encode(), "sha256").hex()
 
 
 @contextmanager
