@@ -1,7 +1,6 @@
 """The fleet benchmark without vLLM: links in userspace, the S3 server behind them, the noisy trainer, claims, rows."""
 
 import asyncio
-import os
 import socket
 import threading
 import time
@@ -100,20 +99,6 @@ def test_connections_share_a_link_and_each_link_has_its_own_rate(links: Links) -
     passed = links.passed()
     assert passed["a"]["down"] == 2 * passed["b"]["down"] == 2 * (size + 1)
     assert difference(passed, {"a": passed["a"]}) == {"a": {"up": 0, "down": 0}, "b": passed["b"]}
-
-
-def test_bytes_come_whole_in_order_and_a_new_connection_pays_a_round_trip(links: Links) -> None:
-    sent = os.urandom(1_000_003)
-    with echo() as (port, _), connect(links.forward("a", port)) as connection:
-        began = time.monotonic()
-        connection.sendall(sent[:1])
-        assert connection.recv(1) == sent[:1]
-        assert time.monotonic() - began >= 2 * ROUND_TRIP
-        sending = threading.Thread(target=send_all, args=(connection, sent[1:]))
-        sending.start()
-        assert read_all(connection) == sent[1:]
-        sending.join(SECONDS)
-    assert links.passed() == {"a": {"up": len(sent), "down": len(sent)}}
 
 
 def test_with_slow_start_a_connection_takes_a_round_trip_for_each_doubling() -> None:

@@ -139,12 +139,6 @@ def test_metadata_without_a_field(name: str) -> None:
     refused(build(arrays, {key: value for key, value in metadata.items() if key != name}), FormatError)
 
 
-def test_plain_tiles_may_be_of_codec_tiled() -> None:
-    """Such as those of small tensors; they are read without the weights of the base, too."""
-    arrays, metadata = parts("plain")
-    assert decode(build(arrays, {**metadata, "codec": "tiled"}), TABLE, CONTEXT).changed == 30
-
-
 def test_metadata_of_a_later_release_may_say_more() -> None:
     arrays, metadata = parts("plain")
     assert decode(build(arrays, {**metadata, "later": 1}), TABLE, CONTEXT).changed == 30

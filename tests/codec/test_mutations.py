@@ -101,7 +101,3 @@ def test_damaged_runs(golden: dict[str, bytes], expected: list[list[Bits]]) -> N
         assert (report.head, report.replayed) == (5, True)
         assert all(np.array_equal(found, bits) for found, bits in zip(state.bits, expected[5], strict=True))
     assert refused > RUN_MUTATIONS // 2
-
-
-def test_the_undamaged_run_stands(golden: dict[str, bytes]) -> None:
-    assert run_of(golden).verify().replayed

@@ -2,15 +2,14 @@
 
 import heapq
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support import reference_tiles as reference
-from vllm_delta_sync.codec.tiles.alphabets import GAP_TOKENS, LONGEST, SYMBOLS, TABLES
-from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, code_words, decoding, overfull
+from vllm_delta_sync.codec.tiles.alphabets import GAP_TOKENS, LONGEST, SYMBOLS
+from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, overfull
 from vllm_delta_sync.codec.tiles.shared_kernels import token_of
 
 COUNTS = st.one_of(
@@ -65,47 +64,6 @@ def test_codes_are_short_and_near_the_best(counts: list[int]) -> None:
         assert cost(counts, lengths) <= 1.01 * best_cost(counts)
     else:
         assert used == [1] * len(used)
-
-
-@given(COUNTS)
-def test_codes_are_those_of_the_specification(counts: list[int]) -> None:
-    lengths = lengths_of(counts)
-    words = code_words(np.array([lengths], np.uint8))[0].tolist()
-    codes = reference.codes_of(lengths)
-    # The first bit is the lowest.
-    assert {symbol: int(code[::-1], 2) for symbol, code in codes.items()} == {
-        symbol: words[symbol] for symbol, length in enumerate(lengths) if length
-    }
-    ordered = sorted(codes.values())
-    assert not any(later.startswith(code) for code, later in pairwise(ordered))
-
-
-@given(gaps=COUNTS, values=COUNTS)
-@example(gaps=[0], values=[0])
-def test_tables_say_what_the_next_bits_mean(gaps: list[int], values: list[int]) -> None:
-    lengths = np.zeros((TABLES, 2, SYMBOLS), np.uint8)
-    row = np.random.default_rng(len(gaps)).integers(TABLES)
-    lengths[row] = lengths_of(gaps), lengths_of(values)
-    tables = decoding(lengths)
-    assert tables.shape == (TABLES, 2, 1 << LONGEST)
-    assert not np.delete(tables, row, axis=0).any()
-    for half in (0, 1):
-        codes = reference.codes_of(lengths[row, half].tolist())
-        meanings = {code: symbol for symbol, code in codes.items()}
-        for place, entry in enumerate(tables[row, half].tolist()):
-            bits = reference.low_bits(place, LONGEST)
-            symbol = next((meanings[bits[:end]] for end in range(1, LONGEST + 1) if bits[:end] in meanings), None)
-            if symbol is None:
-                assert entry & 15 == 0
-                continue
-            token = symbol if half else symbol // 3
-            least, raw = reference.least_of(token)
-            if half:
-                assert (entry & 15, entry >> 4 & 63, entry >> 10) == (len(codes[symbol]), raw, least >> raw)
-            else:
-                kind = symbol % 3
-                found = (entry & 15, entry >> 4 & 3, entry >> 6 & 31, entry >> 11)
-                assert found == (len(codes[symbol]), kind, raw, least >> raw)
 
 
 @given(st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 63).map(lambda bit: 2**bit)))

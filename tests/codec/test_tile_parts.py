@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codec.tiling import (
+    all_trained,
     by_the_letter,
     classes_at,
     encoded,
     flat,
     many_threads,
     numbers_of,
+    one_step,
     signed,
     trained,
     whole,
@@ -28,7 +30,7 @@ from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangle
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Rectangle
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Rectangle
 
 SHAPES = [(384, 384), (256, 192), (520, 130), (3, 200, 128), (70_001,), (90_000, 1), (520, 65), (4, 30, 40)]
 KEYS = [115, 118, 121]
@@ -57,8 +59,9 @@ def tiles_with_changes(data: bytes) -> dict[int, bool]:
 def test_of_whole_tiles_a_rank_reads_exactly_its_changes(
     data: st.DataObject, shape: tuple[int, ...], threads: int
 ) -> None:
-    table = TensorTable([TensorSpec("t", "BF16", shape)])
-    old, new = trained(shape, data.draw(st.integers(0, 9)), share=data.draw(st.sampled_from([0.001, 0.05, 1.0])))
+    table, old, new = one_step(
+        shape, data.draw(st.integers(0, 9)), share=data.draw(st.sampled_from([0.001, 0.05, 1.0]))
+    )
     tiles = reference.tiles_of(shape)
     parts = data.draw(st.lists(st.sampled_from(tiles), unique=True))
     changes, inside = changes_between(table, [old], [new]), mask_of(shape, parts)
@@ -74,8 +77,7 @@ def test_of_whole_tiles_a_rank_reads_exactly_its_changes(
 
 
 def test_a_rank_that_holds_nothing_reads_nothing() -> None:
-    table = TensorTable([TensorSpec("t", "BF16", (64, 64))])
-    old, new = trained((64, 64), 1)
+    table, old, new = one_step((64, 64), 1)
     codecs: list[Codec] = ["tiled", "plain"]
     for codec in codecs:
         found = decode(encoded(table, [old], [new], codec), table, CONTEXT, lambda _: BaseTensor(old, ()))
@@ -183,8 +185,7 @@ LAYOUTS: list[tuple[Layout, int]] = [
 
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=[f"{how.__name__}-{ranks}" for how, ranks in LAYOUTS])
 def test_ranks_of_a_trainer_write_what_one_writer_does(layout: Layout, ranks: int) -> None:
-    pairs = [trained(spec.shape, i, spec.dtype, 0.05) for i, spec in enumerate(TRAINED)]
-    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    old, new = all_trained(TRAINED, 0.05)
     changes, objects = changes_between(TRAINED, old, new), []
     parts = {tensor: layout(spec, ranks) for tensor, spec in enumerate(TRAINED)}
     for rank in range(ranks):
@@ -262,24 +263,6 @@ def assert_served(objects: list[bytes], old: list[Bits], wanted: dict[int, refer
                 steps = read[1].view(np.int16).tolist()
                 found |= {where: step for where, step in zip(read[0].tolist(), steps, strict=True) if inside[where]}
         assert found == {where: step for where, step in wanted[0].items() if inside[where]}
-
-
-def test_a_lookup_is_asked_once_to_read_and_twice_to_write() -> None:
-    """It may copy a tensor from a device each time."""
-    table = TensorTable([TensorSpec(f"t{i}", "BF16", (256, 256)) for i in range(2)])
-    old, new = ([trained((256, 256), i)[place] for i in range(2)] for place in (0, 1))
-    asked: list[int] = []
-
-    def lookup(tensor: int) -> BaseTensor:
-        asked.append(tensor)
-        return BaseTensor(old[tensor])
-
-    counting: BaseLookup = lookup
-    data = encode(changes_between(table, old, new), table, "tiled", "zstd", CONTEXT, counting)
-    assert sorted(asked) == [0, 0, 1, 1]
-    asked.clear()
-    decode(data, table, CONTEXT, counting)
-    assert asked == [0, 1]
 
 
 TRAINERS, SERVERS = (1, 3, 4, 7), (1, 2, 3, 4, 6, 8, 16)

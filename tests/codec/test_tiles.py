@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codec.tiling import (
     FLOATS,
+    all_trained,
     assert_same,
     by_the_letter,
     classes_at,
@@ -16,6 +17,7 @@ from tests.codec.tiling import (
     flat,
     many_threads,
     numbers_of,
+    one_step,
     signed,
     trained,
     whole,
@@ -27,7 +29,7 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder, decode_kernels, encode_kernels
 from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
-from vllm_delta_sync.codec.tiles.classes import KEYS, choose_thresholds, key_limits, magnitude_mask
+from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.coder import LargeTensor
 from vllm_delta_sync.codec.tiles.grid import grid_of
 from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, code_words
@@ -139,8 +141,7 @@ def _canonical(metadata: object) -> str:
 def test_classes_that_the_writer_chooses_are_read_as_the_specification_says(dtype: str) -> None:
     shapes = [(384, 384), (520, 130), (66_000,), (3, 200, 128), (90_000, 1)]
     table = TensorTable([TensorSpec(f"t{i}", dtype, shape) for i, shape in enumerate(shapes)])
-    pairs = [trained(shape, i, dtype, 0.1) for i, shape in enumerate(shapes)]
-    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    old, new = all_trained(table, 0.1)
     changes, data = changes_between(table, old, new), encoded(table, old, new, "tiled", "none")
     # Only tiles without changes have a number without classes.
     assert all(number < 1 << 31 for number in numbers_of(data))
@@ -153,7 +154,7 @@ def test_classes_that_the_writer_chooses_are_read_as_the_specification_says(dtyp
 def test_small_tensors_are_plain_and_need_no_old_bits() -> None:
     """They are few of a model's, and the ranks of a trainer may divide them anywhere."""
     table = TensorTable([TensorSpec("large", "BF16", (256, 256)), TensorSpec("small", "BF16", (255, 257))])
-    old, new = (list(bits) for bits in zip(*(trained(spec.shape, i) for i, spec in enumerate(table)), strict=True))
+    old, new = all_trained(table)
     data = encoded(table, old, new, "tiled", "none")
     tiles = grid_of((256, 256)).tiles
     kinds = [number >> 31 for number in numbers_of(data)]
@@ -243,8 +244,7 @@ def test_the_reader_reads_the_example_of_the_specification() -> None:
 
 
 def test_tiles_without_changes_are_nothing_but_a_number() -> None:
-    table = TensorTable([TensorSpec("t", "BF16", (512, 384))])
-    old, new = trained((512, 384), 1, share=0.05)
+    table, old, new = one_step((512, 384), 1, share=0.05)
     tiles = reference.tiles_of((512, 384))
     for number in (0, 5, len(tiles) - 1):
         inside = np.zeros(old.size, np.bool_)
@@ -263,8 +263,7 @@ def test_tiles_without_changes_are_nothing_but_a_number() -> None:
 def test_threads_write_and_read_the_same(threads: int, codec: Codec) -> None:
     shapes = [(1536, 384), (5, 96, 128), (7,), (64, 3000), (70_001,)]
     table = TensorTable([TensorSpec(f"t{i}", "BF16", shape) for i, shape in enumerate(shapes)])
-    pairs = [trained(shape, i, share=0.05) for i, shape in enumerate(shapes)]
-    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    old, new = all_trained(table, 0.05)
     with many_threads(1):
         assert all(len(grid_of(shape).spans()) == 1 for shape in shapes)
         data = encoded(table, old, new, codec)
@@ -318,8 +317,7 @@ def test_a_tensor_in_pieces_is_the_block_of_the_whole(data: st.DataObject, dtype
 
 
 def test_old_bits_are_asked_for() -> None:
-    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
-    old, new = trained((256, 256), 1, share=0.5)
+    table, old, new = one_step((256, 256), 1, share=0.5)
     data = encoded(table, [old], [new])
     with pytest.raises(UnsupportedError, match="codec 'tiled' and can be decoded only with the weights of its base"):
         decode(data, table, CONTEXT)
@@ -329,8 +327,7 @@ def test_old_bits_are_asked_for() -> None:
 
 @pytest.mark.parametrize("other", [np.zeros(65_535, np.uint16), np.zeros(65_536, np.uint32)])
 def test_old_bits_of_another_size_or_width_are_refused(other: Bits) -> None:
-    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
-    old, new = trained((256, 256), 1)
+    table, old, new = one_step((256, 256), 1)
     with pytest.raises(TensorMismatchError, match=r"base bits of 't' are .* \(65536,\) of uint16 expected"):
         decode(encoded(table, [old], [new]), table, CONTEXT, whole([other]))
     with pytest.raises(TensorMismatchError, match=r"base bits of 't' are .* \(65536,\) of uint16 expected"):
@@ -394,15 +391,13 @@ def test_size_is_near_the_entropy_of_positions_and_values(share: float, most: fl
 
 
 def test_classes_save_bytes() -> None:
-    table = TensorTable([TensorSpec("t", "BF16", (1024, 1024))])
-    old, new = trained((1024, 1024), 3, share=0.02)
+    table, old, new = one_step((1024, 1024), 3, share=0.02)
     assert len(encoded(table, [old], [new], "tiled")) < 0.9 * len(encoded(table, [old], [new], "plain"))
 
 
 def test_no_other_classes_save_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are chosen by an estimate from samples, which may cost a little."""
-    table = TensorTable([TensorSpec("t", "BF16", (512, 1024))])
-    old, new = trained((512, 1024), 4, share=0.02)
+    table, old, new = one_step((512, 1024), 4, share=0.02)
     chosen = len(encoded(table, [old], [new]))
     keys = np.unique(old >> np.uint16(7) & np.uint16(255))
     generator = np.random.default_rng(0)
@@ -413,8 +408,7 @@ def test_no_other_classes_save_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_classes_are_chosen_from_the_parts_that_a_rank_holds() -> None:
     """Not from what lies around them, which is undefined."""
-    table = TensorTable([TensorSpec("t", "BF16", (1024, 512))])
-    old, new = trained((1024, 512), 5)
+    table, old, new = one_step((1024, 512), 5)
     part = (256, 768, 0, 512)
     inside = np.zeros((1024, 512), np.bool_)
     inside[256:768] = True
@@ -429,24 +423,6 @@ def test_classes_are_chosen_from_the_parts_that_a_rank_holds() -> None:
     assert keys[0][-1] > 0
 
 
-@given(
-    owned=st.dictionaries(st.integers(0, KEYS - 1), st.integers(0, 10**6), max_size=12),
-    seed=st.integers(0, 2**32 - 1),
-)
-@example(owned={}, seed=0)
-@example(owned={255: 10}, seed=0)
-def test_keys_of_classes_ascend_and_part_the_keys_in_use(owned: dict[int, int], seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    elements, tokens = np.zeros(KEYS), np.zeros((KEYS, 64), np.int64)
-    for key, number in owned.items():
-        tokens[key, :4] = generator.integers(0, number // 4 + 1, 4)
-        elements[key] = number
-    keys = choose_thresholds(elements, tokens)
-    assert keys.dtype == np.uint8
-    assert keys.tolist() == sorted(keys.tolist())
-    assert set(keys.tolist()) <= {0, *(key for key, number in owned.items() if number)}
-
-
 @given(values=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20), width=st.sampled_from([8, 16, 32, 64]))
 def test_zigzag_is_that_of_the_specification(values: list[int], width: int) -> None:
     element = {8: "I8", 16: "BF16", 32: "F32", 64: "I64"}[width]
@@ -458,8 +434,7 @@ def test_zigzag_is_that_of_the_specification(values: list[int], width: int) -> N
 
 def test_what_is_read_is_its_own() -> None:
     """Arrays of one object do not change when the next one is read."""
-    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
-    old, new = trained((256, 256), 1)
+    table, old, new = one_step((256, 256), 1)
     found = decode(encoded(table, [old], [new]), table, CONTEXT, whole([old]))
     before = {tensor: (where.copy(), data.copy()) for tensor, (where, data) in flat(found).items()}
     decode(encoded(table, [new], [old]), table, CONTEXT, whole([new]))

@@ -14,7 +14,7 @@ from vllm_delta_sync.codec.tiles import coder, grid, tile_threads
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 
@@ -36,6 +36,17 @@ def trained(shape: tuple[int, ...], seed: int, dtype: str = "BF16", share: float
         np.array([1, 2, 3, 40], element.uint), int(changed.sum()), p=[0.6, 0.3, 0.05, 0.05]
     )
     return bits, new
+
+
+def one_step(shape: tuple[int, ...], seed: int, share: float = 0.02) -> tuple[TensorTable, Bits, Bits]:
+    """A table of one tensor in BF16, and its bits before and after a step."""
+    return TensorTable([TensorSpec("t", "BF16", shape)]), *trained(shape, seed, share=share)
+
+
+def all_trained(table: TensorTable, share: float = 0.02) -> tuple[list[Bits], list[Bits]]:
+    """Bits of all tensors before and after a step."""
+    pairs = [trained(spec.shape, number, spec.dtype, share) for number, spec in enumerate(table)]
+    return [old for old, _ in pairs], [new for _, new in pairs]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from examples.trl_async import on_cpu
 from tests.support.publishing import Tensors
 from tests.support.tiny import VOCABULARY, make_tokenizer
+from tests.support.trainers import ARGUMENTS
 from trainer_side.integrations.trl import DeltaWeightTransfer
 
 PROMPT, ANSWER, BATCH = 6, 5, 4
@@ -112,18 +113,12 @@ def async_trainer(
 ) -> AsyncGRPOTrainer:
     """A trainer that learns from made up rollouts; four optimizer steps unless ``max_steps`` says otherwise."""
     defaults: dict[str, Any] = {
-        "use_cpu": True,
+        **ARGUMENTS,
         "bf16": False,
         "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "max_steps": 4,
         "per_device_train_batch_size": BATCH,
         "token_budget": 0,
         "max_staleness": 100,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
     }
     given = AsyncGRPOConfig(str(folder / "out"), **{**defaults, **arguments})
     on_cpu()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel
+from tests.support.modules import SHAPES, FusedModel, ModulePort, ShardedModel
 from tests.support.samples import RunWriter, nudge
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
@@ -18,16 +18,6 @@ from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 from vllm_delta_sync.trust import Keyring
-
-SHAPES = {
-    "embedding.weight": (50, WIDTH),
-    "k.weight": (16, WIDTH),
-    "model.norm.weight": (WIDTH,),
-    "out.weight": (24, WIDTH),
-    "q.weight": (16, WIDTH),
-    "v.weight": (16, WIDTH),
-}
-
 
 TABLE = TensorTable(TensorSpec(name, "BF16", shape) for name, shape in SHAPES.items())
 

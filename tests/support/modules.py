@@ -21,6 +21,15 @@ from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.format.table import DRAFT_PREFIX
 
 WIDTH = 128
+SHAPES = {
+    "q.weight": (16, WIDTH),
+    "k.weight": (16, WIDTH),
+    "v.weight": (16, WIDTH),
+    "embedding.weight": (50, WIDTH),
+    "out.weight": (24, WIDTH),
+    "model.norm.weight": (WIDTH,),
+}
+"""Of the tensors that FusedModel loads, by checkpoint name."""
 
 
 class FusedModel(nn.Module):
@@ -58,15 +67,7 @@ class FusedModel(nn.Module):
 def checkpoint_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Tensors that FusedModel loads, by checkpoint name, as a trainer would hold them (float32)."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "q.weight": (16, WIDTH),
-        "k.weight": (16, WIDTH),
-        "v.weight": (16, WIDTH),
-        "embedding.weight": (50, WIDTH),
-        "out.weight": (24, WIDTH),
-        "model.norm.weight": (WIDTH,),
-    }
-    return {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def save_base(path: Path, tensors: dict[str, torch.Tensor]) -> Path:

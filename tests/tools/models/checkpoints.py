@@ -49,7 +49,7 @@ def write_base(architecture: str, folder: Path) -> Tensors:
         model = cls._from_config(config, dtype=torch.bfloat16)
         _keep_wide(model)
     except Exception as error:  # foreign code, which may raise anything of sizes it does not like
-        raise NotBuildableError(f"transformers: {type(error).__name__}: {_first_line(error)}") from error
+        raise NotBuildableError(f"transformers: {said(error)}") from error
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms are made of ones, biases of zeros: of those nothing would be seen that goes to a wrong place.
@@ -58,7 +58,7 @@ def write_base(architecture: str, folder: Path) -> Tensors:
     try:
         model.save_pretrained(folder)
     except Exception as error:  # as above
-        raise NotBuildableError(f"transformers cannot save it: {type(error).__name__}: {_first_line(error)}") from error
+        raise NotBuildableError(f"transformers cannot save it: {said(error)}") from error
     return load_file(folder / "model.safetensors")
 
 
@@ -71,8 +71,9 @@ def _keep_wide(model: transformers.PreTrainedModel) -> None:
             tensor.data = tensor.data.float()
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def write_version(base: Path, tensors: Tensors, folder: Path) -> None:

@@ -99,5 +99,5 @@ class Drafting:
             self._drafter._maybe_share_embeddings(model)
             self._drafter._maybe_share_lm_head(model)
         except Exception as error:  # foreign code, which may raise anything of names that it does not know
-            raise NotBuildableError(f"vLLM does not load what is written here: {vllm_side.said(error)}") from error
+            raise NotBuildableError(f"vLLM does not load what is written here: {checkpoints.said(error)}") from error
         return ModelAndDraft(model, self._drafter.model)

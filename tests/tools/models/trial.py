@@ -133,7 +133,7 @@ def _built(row: Row, folder: Path) -> tuple[list[Tensors], Any, Any]:
         except Exception as error:  # foreign code, which may raise anything of names that it does not know
             raise NotBuildableError(
                 "no such class in transformers, and vLLM does not load what is written instead: "
-                + vllm_side.said(error)
+                + checkpoints.said(error)
             ) from error
     row.tensors = len(tensors)
     return [tensors], config, model

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.tools.models.checkpoints import NotBuildableError
+from tests.tools.models.checkpoints import NotBuildableError, said
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -128,8 +128,3 @@ def fresh_model(config: Any, folder: Path) -> Any:
     finally:
         layers.clear()
         layers.update(held)
-
-
-def said(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import save_file
 
 from tests.tools.models import vllm_side
-from tests.tools.models.checkpoints import NotBuildableError, Tensors
+from tests.tools.models.checkpoints import NotBuildableError, Tensors, said
 from tests.tools.models.shrinking import EXPERTS, HEAD, HIDDEN, INNER, SIZES, VOCABULARY
 
 GUESSES: dict[str, Any] = {
@@ -97,7 +97,7 @@ def write_base(architecture: str, folder: Path) -> Tensors:
         except Exception as error:  # foreign code, which may raise anything of a config that it does not like
             asked = _ASKED.search(str(error))
             if asked is None or asked[1] in fields or asked[1] not in GUESSES:
-                raise NotBuildableError(f"no such class in transformers, and vLLM: {vllm_side.said(error)}") from error
+                raise NotBuildableError(f"no such class in transformers, and vLLM: {said(error)}") from error
             fields[asked[1]] = GUESSES[asked[1]]
     else:
         raise NotBuildableError("no such class in transformers, and its config has too many fields to guess")
