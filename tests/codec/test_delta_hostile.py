@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.forge import arrays_of
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
@@ -45,11 +46,7 @@ def parts(codec: Codec) -> tuple[Arrays, Metadata]:
     new[1][[*range(16), 999]] = 5
     new[2][:] = np.arange(10)
     container = Container(encode(changes_between(SMALL, old, new, codec, [2]), SMALL, codec, "none", CONTEXT))
-    arrays = {
-        name: (entry.dtype.name, container.bits(name).copy().reshape(entry.shape))
-        for name, entry in container.entries.items()
-    }
-    return arrays, json.loads(container.metadata["delta_sync"])
+    return arrays_of(container), json.loads(container.metadata["delta_sync"])
 
 
 def build(arrays: Arrays, metadata: Metadata | str) -> bytes:

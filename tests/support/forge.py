@@ -111,20 +111,18 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def _rewrite(data: bytes, edit: Callable[[dict[str, tuple[str, np.ndarray]]], None]) -> bytes:
-    """Decode a container, let ``edit`` change its entries, and encode it again."""
-    container = Container(data)
-    arrays = {
+def arrays_of(container: Container) -> dict[str, tuple[str, np.ndarray]]:
+    """Copies of the entries of a container, as ``write_container`` takes them."""
+    return {
         name: (entry.dtype.name, container.bits(name).reshape(entry.shape).copy())
         for name, entry in container.entries.items()
     }
-    edit(arrays)
-    return write_container(arrays, container.metadata)
 
 
 def _set(name: str, dtype: str, array: np.ndarray) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
-        return _rewrite(data, lambda arrays: arrays.__setitem__(name, (dtype, array)))
+        container = Container(data)
+        return write_container({**arrays_of(container), name: (dtype, array)}, container.metadata)
 
     return change
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import zstandard
 
+from tests.support.forge import arrays_of
 from tests.support.samples import changes_between
 from vllm_delta_sync.codec import delta_reader
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -162,7 +163,7 @@ def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
         return _bytes(data, other, chance)
     try:
         container = Container(data)
-        entries, gifts = _entries(container), _entries(Container(other))
+        entries, gifts = arrays_of(container), arrays_of(Container(other))
     except DeltaSyncError:
         return _bytes(data, other, chance)
     metadata = dict(container.metadata)
@@ -179,11 +180,6 @@ def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
         else:
             metadata = _metadata(metadata, chance)
     return write_container(entries, metadata)
-
-
-def _entries(container: Container) -> dict[str, tuple[str, np.ndarray]]:
-    entries = container.entries.items()
-    return {name: (entry.dtype.name, container.bits(name).reshape(entry.shape)) for name, entry in entries}
 
 
 def _entry(dtype: str, array: np.ndarray, chance: random.Random) -> tuple[str, np.ndarray]:
