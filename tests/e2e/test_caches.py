@@ -79,7 +79,7 @@ def connector(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("plugins", ["", "delta_sync_too"])
 def test_an_engine_without_our_plugin_is_refused(tmp_path: Path, plugins: str) -> None:
     """Caches inside the engine core could not be dropped, and a lost pause would not end."""
-    seen = see("tests.e2e.caches", tmp_path, "unplugged", VLLM_PLUGINS=plugins)
+    seen = see("tests.e2e.caches", tmp_path, "unplugged", environment={"VLLM_PLUGINS": plugins})
     assert seen["said"].startswith("EngineError: the engine core was started without our plugin")
     assert "name delta_sync in VLLM_PLUGINS, or unset it" in seen["said"]
     assert len(seen["answer"]["tokens"]) == SHORT

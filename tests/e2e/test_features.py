@@ -23,7 +23,7 @@ def follow(root: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run tests/e2e/features.py in a process of its own and read what it saw."""
     # Code that is compiled for a test is of no use to anybody else.
     environment = {} if "enforce_eager" in options else {"VLLM_CACHE_ROOT": str(root / "cache")}
-    seen: dict[str, Any] = see("tests.e2e.features", root, json.dumps(options), **environment)
+    seen: dict[str, Any] = see("tests.e2e.features", root, json.dumps(options), environment=environment)
     return seen
 
 

@@ -29,7 +29,7 @@ FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, ranks: int) -> None:
     environment = {"DELTA_SYNC_STATE_DIR": str(tmp_path / "state"), **ranks_bound(ranks)}
-    seen = see("tests.e2e.lora", tmp_path, str(ranks), **environment)
+    seen = see("tests.e2e.lora", tmp_path, str(ranks), environment=environment)
     assert seen["wrong"] == []
     assert seen["different"], "the versions do not differ enough to tell"
     assert [each["math"] for each in seen["served"]] == list(range(VERSIONS + 1))

@@ -179,9 +179,11 @@ def run(module: str, *arguments: str, seconds: float, environment: Mapping[str, 
     return Ended(status, said)
 
 
-def see(module: str, root: Path, *arguments: str, seconds: float = 600, **environment: str) -> Any:
+def see(
+    module: str, root: Path, *arguments: str, seconds: float = 600, environment: dict[str, str] | None = None
+) -> Any:
     """What a program that ends well has written to ``seen.json`` in the folder, its first argument."""
-    environment = {"VLLM_PLUGINS": "delta_sync", **environment}
+    environment = {"VLLM_PLUGINS": "delta_sync", **(environment or {})}
     done = run(module, str(root), *arguments, seconds=seconds, environment=environment)
     assert done.status == 0, done.said[-6000:]
     return json.loads((root / "seen.json").read_text())

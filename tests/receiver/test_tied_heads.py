@@ -271,7 +271,7 @@ def main(root: Path, names: list[str]) -> None:
     loader = Loader(save_checkpoint(make_model("qwen3", seed=5), root / "tied"))
     # vLLM collects garbage at each load, and would look at all that was imported.
     gc.freeze()
-    found = {}
+    found: dict[str, Any] = {}
     for name in names:
         try:
             found[name] = CASES[name].play(root / name, loader)
