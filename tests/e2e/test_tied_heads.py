@@ -121,8 +121,6 @@ def main(root: Path, case: str, options: dict[str, Any]) -> None:
 def seen_of(root: Path, case: str, options: dict[str, Any]) -> Any:
     environment = ranks_bound(2 if len(options) > 1 else 1)
     return see("tests.e2e.test_tied_heads", root, case, json.dumps(options), seconds=900, environment=environment)
-        "tests.e2e.test_tied_heads", root, case, json.dumps(options), seconds=900, environment=ranks_bound(ranks)
-    )
 
 
 def expect_followed(seen: dict[str, Any]) -> None:
