@@ -24,12 +24,13 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.restore import check_base_bits, restore
+from vllm_delta_sync.run.roots import locate_base
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
@@ -178,9 +179,19 @@ class WholeWeights:
         self._run = run
         specs = {spec.name: spec for spec in run.table}
         if to_quantize(self.live, specs) and any(item.name == CONFIG_NAME for item in run.info.files):
-            self.live = quantized(self.live, specs, read_file(run, CONFIG_NAME))
+            self.live = quantized(self.live, specs, read_file(run, CONFIG_NAME), self._unproven_base(run))
         baseline = self._baseline = Baseline.of_run(self.live, run.table)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
+
+    def _unproven_base(self, run: Run) -> Path | None:
+        """Return the base that the first weights to come have to be proven on; None if others were."""
+        if self.live.has_values:
+            return None  # proven when the run began
+        try:
+            head = run.head()
+        except DeltaSyncError:
+            return None  # some version was there, and a takeover says what is wrong with it
+        return locate_base(head, self.base) if head.kind == "reference" else None
 
     def check_base(self) -> None:
         check_base_bits(self.run, self.base)

@@ -266,6 +266,19 @@ def test_peer_that_lies_stalls_or_dies_is_left_out(
         check_given_up(site, read, Hostile(stack, respond), ref, data, caplog)
 
 
+def test_two_that_name_each_other_do_not_feed_each_other(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds its cache's lock, and waits for the other; nothing arrives, so both soon ask the bucket."""
+    ref, data = site.put(3 * PIECE)
+    servers = [site.serve(f"server-{number}") for number in range(2)]
+    readers = [site.reader(servers[1 - number].url, patience=0.5, longest=60)[0] for number in range(2)]
+    caches = [ObjectCache(site.folder / f"server-{number}", LIMIT) for number in range(2)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(cache.get, ref, bucket) for cache, bucket in zip(caches, readers, strict=True)]
+        assert [call.result() for call in calls] == [data] * 2
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize("part", ["headers", "body", "progress"])
 def test_peer_that_drips_costs_one_timeout(site: Site, part: str, caplog: pytest.LogCaptureFixture) -> None:
     ref, data = site.put(PIECE - 1)
@@ -381,7 +394,17 @@ def test_setting_names_peers_and_needs_the_token(site: Site, monkeypatch: pytest
         bucket.put("HEAD.json", b"1")
         assert bucket.get("HEAD.json") == b"1"
         assert bucket.metrics.snapshot()["peer_bytes"] == len(data)
-    for url in ("ftp://host", "host:80", "http://", "http://user@host", "http://host?x", "http://host:port"):
+    for url in (
+        "ftp://host",
+        "host:80",
+        "http://",
+        "http://user@host",
+        "http://host?x",
+        "http://host:port",
+        "http://a..b",
+        f"http://{64 * 'a'}",
+        "http://a b:80",
+    ):
         with pytest.raises(UsageError, match="peer"):
             open_bucket(site.folder / "bucket", StoreOptions(peer=url))
     monkeypatch.delenv(VARIABLE)

@@ -141,9 +141,14 @@ def test_streamed_weights_are_proven_with_the_first_version(url: str, tmp_path: 
     base = SAVE["nvfp4"](model, tmp_path / "base")
     first = {name: tensor.clone() for name, tensor in make_model_like(model).state_dict().items()}
     next(train_steps(model, lr=1e-3))
-    with Publisher(StreamedWeights(base), url, base=base) as publisher:
-        with pytest.raises(ModelError, match="Start the trainer from the checkpoint"):
+    # Also after a restart: version 0 alone proves nothing.
+    for _ in range(2):
+        with (
+            pytest.raises(ModelError, match="Start the trainer from the checkpoint"),
+            Publisher(StreamedWeights(base), url, base=base) as publisher,
+        ):
             publisher.publish(step=1, wait=True, weights=model.state_dict().items())
+    with Publisher(StreamedWeights(base), url, base=base) as publisher:
         publisher.publish(step=1, wait=True, weights=first.items())
         publisher.publish(step=2, wait=True, weights=model.state_dict().items())
         some = {name: tensor for name, tensor in first.items() if name != f"{K}.weight"}
@@ -151,6 +156,22 @@ def test_streamed_weights_are_proven_with_the_first_version(url: str, tmp_path: 
             publisher.publish(step=3, wait=True, weights=some.items())
     run = open_run(url)
     assert_holds(run, run.head().version, library_tensors(model, tmp_path / "v2", "nvfp4"))
+
+
+@pytest.mark.parametrize("form", ["modelopt nvfp4", "nvfp4", "stacked mxfp4"])
+def test_the_default_dtype_of_torch_changes_nothing(url: str, tmp_path: Path, form: str) -> None:
+    model, trained = small_model(form), small_model(form)
+    base = SAVE[form](model, tmp_path / "base")
+    next(train_steps(trained, lr=1e-3))
+    expected = load_file(SAVE[form](trained, tmp_path / "v1") / "model.safetensors")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with Publisher(model, url, base=base) as publisher:
+            model.load_state_dict(trained.state_dict())
+            publisher.publish(step=1, wait=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_holds(open_run(url), 1, expected)
 
 
 def test_weights_are_quantized_one_at_a_time(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ def put_kernel(
 @cache
 def nan_pattern(device: torch.device) -> int:
     """Return the bits, as a signed integer, to which torch rounds float32 NaNs in bfloat16 on a device."""
-    return int(torch.full((64,), float("nan"), device=device).to(torch.bfloat16).view(torch.int16)[0])
+    return int(
+        torch.full((64,), float("nan"), dtype=torch.float32, device=device).to(torch.bfloat16).view(torch.int16)[0]
+    )
 
 
 def compare(

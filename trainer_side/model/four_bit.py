@@ -8,6 +8,7 @@ sign of what rounds to zero, so there is one function for each tool.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_delta_sync.errors import ModelError
@@ -106,7 +107,7 @@ def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         packed: uint8, 16 bytes for each group. scales: uint8, the exponent of each group plus 127.
     """
     codes = torch.stack((packed & 15, packed >> 4), -1).reshape(*scales.shape, 32).long()
-    table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=packed.device)
+    table = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=packed.device)
     return torch.ldexp(table[codes], scales.int().unsqueeze(-1) - 127)
 
 
@@ -136,9 +137,9 @@ def _pack(groups: torch.Tensor, steps: torch.Tensor, ties_to_even: bool = True) 
     has none, unless ties are rounded away from zero: then -0.0 keeps it too.
     """
     # A value goes up to the next one if it is above a threshold; where a tie goes up, just below halfway is enough.
-    down = torch.tensor(0.0, device="cpu")
+    # In float32, whatever torch's default dtype is.
     limits = [
-        value if ties_to_even and not number % 2 else float(torch.nextafter(torch.tensor(value, device="cpu"), down))
+        value if ties_to_even and not number % 2 else float(np.nextafter(np.float32(value), np.float32(0)))
         for number, value in enumerate(BETWEEN)
     ]
     rows = max(1, CHUNK // max(1, groups[0].numel()))

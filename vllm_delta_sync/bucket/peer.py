@@ -1,6 +1,7 @@
 """``PeerBucket``: reads objects that another server of the run, or ``delta-sync mirror``, has in its cache."""
 
 import http.client
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,8 @@ PROGRESS_HEADER = "X-Delta-Sync-Progress"
 SILENT_SECONDS = 5.0
 """Longest time without a byte from a peer."""
 PIECE_BYTES = 1024 * 1024
+
+_HOST = re.compile(r"[!-~]+")
 
 _caller: ContextVar[str | None] = ContextVar("delta_sync_caller", default=None)
 
@@ -65,11 +68,17 @@ class PeerBucket(Bucket):
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
+        self._address: tuple[str | None, int | None]
         try:
-            self._address = (parts.hostname, parts.port)
+            # As a connection would write it: an empty or too long label of a name is an error there.
+            self._address = ((parts.hostname or "").encode("idna").decode(), parts.port)
         except ValueError:
             self._address = (None, None)
-        if parts.scheme not in ("http", "https") or not self._address[0] or public_url(url) != url:
+        if (
+            parts.scheme not in ("http", "https")
+            or not _HOST.fullmatch(self._address[0] or "")
+            or public_url(url) != url
+        ):
             raise UsageError(
                 f"peer {public_url(url)[:200]!r} is not valid; write http://host:port or https://host:port"
             )

@@ -1,5 +1,6 @@
 """``ObjectServer``: serves the objects of a cache by digest, and fetches what is missing once for all who ask."""
 
+import logging
 import os
 import re
 import stat
@@ -8,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.cache.object_cache import ObjectCache
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from vllm_delta_sync.log_throttle import ONCE, LogThrottle
+
+logger = logging.getLogger(__name__)
 
 DIGEST = r"[0-9a-f]{64}"
 MAX_FETCHES = 8
@@ -100,7 +104,9 @@ class ObjectServer:
         self._lock = threading.Lock()
         self._bucket: Bucket | None = None
         self._jobs: dict[str, Future[None]] = {}
+        self._verifying: set[str] = set()
         self._failures: dict[str, tuple[float, DeltaSyncError]] = {}
+        self._log = LogThrottle(logger, ONCE)
         # Digest → inode of the file that was verified.
         self._verified: OrderedDict[str, int] = OrderedDict()
 
@@ -117,8 +123,11 @@ class ObjectServer:
             return False
 
     def progress(self, digest: str) -> str:
-        """Return a text that changes while an object is fetched."""
-        return str(self._folder.progress(digest))
+        """Return a text that changes while an object is fetched or verified, or others before it are."""
+        with self._lock:
+            running, verifying = list(self._jobs), len(self._verifying)
+        moments = [f"{time.monotonic():.0f}"] if verifying else []
+        return ", ".join([self._folder.received(each) for each in {digest, *running}] + moments)
 
     def find(self, digest: str, requested: str | None) -> Slice | None:
         """Return an object, or a range of it; None after ``WAIT_SECONDS`` if it is still being fetched.
@@ -184,9 +193,9 @@ class ObjectServer:
 
     def _fetch(self, digest: str) -> None:
         """Verify an object in the cache, or fetch it into the cache."""
+        failure, fetched = None, None
         try:
-            failure = None
-            self._verify_or_fetch(digest)
+            fetched = self._verify_or_fetch(digest)
         except DeltaSyncError as error:
             failure = error
         except OSError as error:
@@ -195,10 +204,16 @@ class ObjectServer:
             if failure is not None:
                 self._failures[digest] = time.monotonic(), failure
             del self._jobs[digest]
+        if failure is not None and not isinstance(failure, NotFoundError):
+            self._log.warn(f"cannot serve objects: {failure.message}; this is logged once", failure.kind)
+        if fetched is not None:
+            with suppress(OSError):  # where that is printed to may be gone, and the object is there
+                self._fetched(digest, *fetched)
 
-    def _verify_or_fetch(self, digest: str) -> None:
-        key, found = object_key(digest), None
-        with suppress(FileNotFoundError):
+    def _verify_or_fetch(self, digest: str) -> tuple[int, float] | None:
+        """Return size and seconds of an object that was not in the cache."""
+        key, found, fetched = object_key(digest), None, None
+        with suppress(FileNotFoundError), self._while_verifying(digest):
             size = self._folder.object_path(digest).stat().st_size
             found = self._cache.find(ObjectRef(key=key, bytes=size, sha256=digest))
         if found is None:
@@ -207,11 +222,22 @@ class ObjectServer:
             found = self._cache.open(ObjectRef(key=key, bytes=size, sha256=digest), bucket)
             if found is None:
                 raise NotFoundError(f"{key} has {size} bytes, which this cache cannot hold; see cache_bytes")
-            self._fetched(digest, size, time.monotonic() - began)
+            fetched = size, time.monotonic() - began
         with found, self._lock:
             self._verified[digest] = os.fstat(found.fileno()).st_ino
             if len(self._verified) > MAX_VERIFIED:
                 self._verified.popitem(last=False)
+        return fetched
+
+    @contextmanager
+    def _while_verifying(self, digest: str) -> Iterator[None]:
+        with self._lock:
+            self._verifying.add(digest)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._verifying.discard(digest)
 
     def _origin(self) -> Bucket:
         with self._lock:

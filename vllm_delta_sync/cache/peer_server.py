@@ -45,8 +45,9 @@ class PeerServer(ThreadingHTTPServer):
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             super().__init__((host, port), _PeerHandler)
-        except OSError as error:
-            raise UsageError(f"cannot listen at {host!r}, port {port}: {error.strerror}; name another") from error
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"cannot listen at {host!r}, port {port}: {reason}; name another") from error
 
     @property
     def url(self) -> str:

@@ -34,6 +34,7 @@ def mirror(options: argparse.Namespace) -> Report:
       delta-sync serve /models/base --bucket s3://weights/runs/a --peer http://mirror:8643
     """
     from vllm_delta_sync.bucket import open_bucket
+    from vllm_delta_sync.cache.folder import CacheFolder
     from vllm_delta_sync.cache.object_server import ObjectServer
     from vllm_delta_sync.cache.peer_server import PeerServer
 
@@ -47,6 +48,11 @@ def mirror(options: argparse.Namespace) -> Report:
         )
     if folder is None:
         raise UsageError("there is no cache to serve: name a directory with --to, and set cache_bytes above 0")
+
+    try:
+        CacheFolder(folder, 0).prepare()
+    except OSError as error:
+        raise UsageError(f"the cache {str(folder)!r}: {error.strerror}; name another directory with --to") from error
 
     def fetched(digest: str, count: int, seconds: float) -> None:
         row = {"object": digest, "bytes": count, "seconds": round(seconds, 3)}

@@ -26,6 +26,8 @@ PATIENCE_SECONDS = 5.0
 FAILURES = 3
 """After this many failures in a row a mirror is suspended for ``PAUSE_SECONDS``, and then gets one try."""
 PAUSE_SECONDS = 60.0
+ASK_SECONDS = 0.25
+"""A peer that is fetching an object is asked for it again after so long, or when it has answered."""
 
 
 _used_mirrors: "ContextVar[set[Source] | None]" = ContextVar("delta_sync_used_mirrors", default=None)
@@ -129,6 +131,7 @@ class PeerSource(Source):
         began = moved = time.monotonic()
         progress = None
         while True:
+            asked = time.monotonic()
             try:
                 data = call(self.bucket)
                 self._metrics.add(peer_bytes=len(data))
@@ -143,6 +146,8 @@ class PeerSource(Source):
                     report_bytes(0)
                 if now > min(moved + self._patience, began + self._longest):
                     raise UnavailableError(f"it has been fetching {fetching.key} for {now - began:.1f} s") from None
+                # A busy peer answers at once.
+                time.sleep(max(0.0, asked + ASK_SECONDS - now))
 
     def _record_failure(self, kind: str, problem: str) -> None:
         self._metrics.add(peer_failures=1)

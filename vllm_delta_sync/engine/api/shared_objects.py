@@ -85,6 +85,8 @@ class _SliceResponse(Response):
                 while data := await loop.run_in_executor(_threads, next, chunks, b""):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            return  # the server closes a connection whose answer is not complete
         finally:
             self._found.close()
             self._done()
