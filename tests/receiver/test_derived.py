@@ -448,6 +448,32 @@ def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Pa
     assert world.receiver.status()["ranks"][0]["derived"] == ["k.weight", "model.norm.weight", "q.weight", "v.weight"]
 
 
+class LeftOut(Worked):
+    """Has no memory for one of its weights, as vLLM has none for what only images need where it answers text alone."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self.gain = nn.Parameter(torch.zeros(WIDTH, device="meta"), requires_grad=False)
+
+
+def test_a_weight_without_memory_may_change_and_is_not_served(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.loads = LeftOut
+    model = serve(world)
+    world.receiver.advance()
+    for version in (1, 2):
+        world.train(version)
+        world.receiver.advance()
+    world.receiver.rollback(1)
+    world.receiver.release()
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    assert model.gain.is_meta
+    fresh = LeftOut(0, 1)
+    fresh.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    assert all(map(torch.equal, model.body.parameters(), fresh.body.parameters()))
+
+
 def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> None:
     world = WorkedWorld(tmp_path)
     model = serve(world)

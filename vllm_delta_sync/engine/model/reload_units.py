@@ -400,6 +400,8 @@ class ReloadUnits:
                 for tensor, number in unit.inputs.items()
             }
             changed = any(value is not None for value in after.values())
+            if not unit.outputs and self._is_not_served(unit):
+                continue
             if changed and not unit.outputs and not unit.numbers:
                 # A scale that is 1.0, for example, may be kept as a number that was 1.0 before loading too.
                 raise ModelError(
@@ -412,6 +414,11 @@ class ReloadUnits:
                 for tensor, value in after.items():
                     bits[tensor] = self.destinations[unit.inputs[tensor]].bits if value is None else value
         return [DensePatch(exchanges) for exchanges in self._exchanges_of(affected, bits) if exchanges]
+
+    def _is_not_served(self, unit: ReloadUnit) -> bool:
+        """Return whether the model has no memory for what the unit loads, as of a vision tower that is left out."""
+        places = [self.replay.live.get(path) for path in unit.scope.tensor_paths]
+        return bool(places) and all(tensor is not None and tensor.is_meta for tensor in places)
 
     def up_to_date(self, tensors: Iterable[int]) -> set[int]:
         """Return the given tensors whose units match the model: reloading gives what it holds."""
