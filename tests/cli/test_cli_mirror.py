@@ -11,6 +11,7 @@ import pytest
 from tests.support.chains import Chain
 from tests.support.commands import delta_sync
 from tests.support.ipv6 import needs_ipv6
+from tests.support.running import interruptible
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
@@ -43,7 +44,7 @@ def test_it_serves_until_a_signal(
         str(tmp_path / "to"),
     ]
     command += ["--host", host, "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+    with interruptible(), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None
             url = json.loads(started.stdout.readline())["data"]["url"]

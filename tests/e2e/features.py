@@ -1,6 +1,7 @@
 """Follow a run with an offline ``LLM`` under some of vLLM's options: ``python -m tests.e2e.features FOLDER OPTIONS``.
 
-OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and some of ours: ``family``, of the model; ``silent``, if this
+OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and some of ours: ``family``, of the model, and ``sizes``, fields of
+its config; ``silent``, if this
 machine can load the model and not compute with it, so that weights are compared and nothing is asked; ``sleep``, a
 level; ``each``, to compare weights with a fresh load after each version, ask each time, and go back in the end; and
 ``cold``, to start one more engine from the bucket: over a folder without weights (``bare``), or over the base, which
@@ -36,7 +37,7 @@ def main(root: Path, options: dict[str, Any]) -> None:
     from vllm_delta_sync.engine import attach
 
     level, each, silent, cold = (options.pop(name, None) for name in ("sleep", "each", "silent", "cold"))
-    model = make_model(options.pop("family", FAMILY), seed=5)
+    model = make_model(options.pop("family", FAMILY), seed=5, **options.pop("sizes", {}))
     base = save_checkpoint(model, root / "base")
     speculative = options.get("speculative_config", {})
     if speculative.get("model") == DRAFT:
@@ -205,6 +206,23 @@ def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
             # The next attempt rebuilds them from the bucket.
             assert sync.status()["served"] is None
     return said
+
+
+def expect_followed(seen: dict[str, Any], options: dict[str, Any]) -> None:
+    """What an engine under such options, without ``each``, has to have said and held."""
+    assert seen["served"] == VERSIONS
+    assert seen["verdicts"] == [True] * VERSIONS
+    assert seen["same_places"], "compiled code and captured graphs read where weights no longer are"
+    assert seen["last"] == seen["fresh"]
+    assert seen["last"]["plain"] != seen["first"]["plain"], "the versions do not differ enough to tell"
+    if "enable_lora" in options:
+        assert seen["last"]["adapter"] != seen["last"]["plain"], "the adapter does too little to tell"
+        assert seen["last"]["adapter"] != seen["first"]["adapter"]
+        assert seen["last"]["plain again"] == seen["last"]["plain"]
+    if "drafts" in seen:
+        assert seen["drafts"][0] == seen["drafts"][1]
+    if "sleep" in options:
+        assert all("wake it up" in said for said in seen["asleep"]), seen["asleep"]
 
 
 if __name__ == "__main__":

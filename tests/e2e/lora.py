@@ -1,7 +1,8 @@
-"""Trainers of LoRA adapters, and an ``LLM`` that takes them over: run as ``python -m tests.e2e.lora FOLDER RANKS``.
+"""Trainers of LoRA adapters, and an ``LLM`` that takes them over: ``python -m tests.e2e.lora FOLDER RANKS [OPTIONS]``.
 
 What the ``LLM`` says with an adapter of a run is compared with what it says with the trainer's own adapter, saved by
-PEFT and loaded by vLLM under a new name.
+PEFT and loaded by vLLM under a new name. OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and ``sizes``, fields of
+the model's config.
 """
 
 import itertools
@@ -38,18 +39,20 @@ def fail_once(worker: Any, rank: int) -> None:
     worker.add_lora = fail
 
 
-def main(root: Path, ranks: int) -> None:
+def main(root: Path, ranks: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from trainer_side.integrations.peft import adapter_publisher
     from vllm_delta_sync.engine import attach
     from vllm_delta_sync.errors import DeltaSyncError
 
-    base = save_checkpoint(make_model("qwen3", seed=5), root / "base")
+    base = save_checkpoint(make_model("qwen3", seed=5, **sizes), root / "base")
     models = {
-        "math": adapted(make_model("qwen3", seed=5)),
-        "code": adapted(make_model("qwen3", seed=5), seed=1, r=2, target_modules=["k_proj", "o_proj", "gate_proj"]),
+        "math": adapted(make_model("qwen3", seed=5, **sizes)),
+        "code": adapted(
+            make_model("qwen3", seed=5, **sizes), seed=1, r=2, target_modules=["k_proj", "o_proj", "gate_proj"]
+        ),
     }
-    llm = make_engine(base, **OPTIONS, tensor_parallel_size=ranks)
+    llm = make_engine(base, **{**OPTIONS, "tensor_parallel_size": ranks, **options})
     numbers = iter(range(1, 100))
 
     def fresh(model: Any) -> list[Any]:
@@ -115,8 +118,8 @@ def main(root: Path, ranks: int) -> None:
         seen["refused"] = {
             "other shape": refused("shape", adapted(make_model("qwen3", hidden_size=64))),
             "other depth": refused("depth", adapted(make_model("llama", num_hidden_layers=3))),
-            "other rank": refused("rank", adapted(make_model("qwen3"), r=16)),
-            "no adapter": refused("model", make_model("qwen3"), Publisher),
+            "other rank": refused("rank", adapted(make_model("qwen3", **sizes), r=16)),
+            "no adapter": refused("model", make_model("qwen3", **sizes), Publisher),
         }
         seen["nothing applied"] = say(llm, None) == seen["plain"]
         seen["others stay"] = say(llm, syncs["math"].lora_request) == fresh(models["math"])
@@ -125,4 +128,5 @@ def main(root: Path, ranks: int) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    given: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    main(Path(sys.argv[1]), int(sys.argv[2]), given.pop("sizes", {}), given)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.features import BACK, DRAFT, SERVED, VERSIONS
+from tests.e2e.features import BACK, DRAFT, SERVED, VERSIONS, expect_followed
 from tests.e2e.servers import plain_vllm_serve, refused
 from tests.e2e.warm import see
 from tests.support.tiny import make_model, save_checkpoint
@@ -58,20 +58,7 @@ def follow_each(root: Path, **options: Any) -> dict[str, Any]:
     ],
 )
 def test_followed_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
-    seen = follow(tmp_path, options)
-    assert seen["served"] == VERSIONS
-    assert seen["verdicts"] == [True] * VERSIONS
-    assert seen["same_places"], "compiled code and captured graphs read where weights no longer are"
-    assert seen["last"] == seen["fresh"]
-    assert seen["last"]["plain"] != seen["first"]["plain"], "the versions do not differ enough to tell"
-    if "enable_lora" in options:
-        assert seen["last"]["adapter"] != seen["last"]["plain"], "the adapter does too little to tell"
-        assert seen["last"]["adapter"] != seen["first"]["adapter"]
-        assert seen["last"]["plain again"] == seen["last"]["plain"]
-    if "drafts" in seen:
-        assert seen["drafts"][0] == seen["drafts"][1]
-    if "sleep" in options:
-        assert all("wake it up" in said for said in seen["asleep"]), seen["asleep"]
+    expect_followed(follow(tmp_path, options), options)
     if options == {}:
         assert list((tmp_path / "cache").rglob("*compile*")), "nothing was compiled"
 

@@ -100,6 +100,9 @@ def run(device: str, layers: int, quick: bool, root: Path) -> Report:
         torch.cuda.empty_cache()
         for ranks in range(1, min(2, torch.cuda.device_count()) + 1):
             check_server(report, root / f"tp{ranks}", ranks, 10 if quick else 100)
+        from tests.tools.gpu.engines import check_engines
+
+        check_engines(report, root / "engines")
     return report
 
 

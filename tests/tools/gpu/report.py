@@ -17,7 +17,8 @@ Python on `PATH` (or `PYTHON=…`) that has a CUDA build of torch, with Triton, 
 into `.venv-gpu`. Plan an hour; `make test-gpu GPU_FLAGS=--quick` uses small shapes and fewer versions. Modules have
 Llama-8B's shapes, 8 layers of 32. Their checks need torch and Triton only, and without vLLM those of real
 servers are left out: versions from AdamW steps beside a fresh server, with CUDA graphs and torch.compile, on one GPU
-and tensor parallel on two; pauses under load; sleep during staging; staging without device memory.
+and tensor parallel on two; pauses under load; sleep during staging; staging without device memory; `LLM` objects with
+experts, adapters, sleep at both levels, and fp8.
 """
 FIGURES_LENGTH = 300
 
