@@ -53,7 +53,7 @@ from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, INDEX_NAME, SINGLE_N
 Published = tuple[Path, list[dict[str, torch.Tensor]], PreTrainedModel]
 SHARD_BYTES = 2000
 """Some tensors of these models are larger, and most are smaller."""
-LARGE, COUNT = 4 * 1024 * 1024, 48
+LARGE, COUNT = 4 * 1024 * 1024, 56
 """Bytes of a tensor of the large model, and how many it has."""
 MOST_ANONYMOUS = 2 * LARGE + 80 * 1024 * 1024
 """Memory that its export may take besides files: a tensor decoded and as it was, and what does not depend on it."""
