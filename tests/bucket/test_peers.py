@@ -159,7 +159,13 @@ def test_peer_serves_the_pieces_of_an_object_as_they_arrive(site: Site, monkeypa
         except peer.BeingFetched:
             continue
     assert found == data[:PIECE], "the rest has not arrived"
+    before, (other, _) = server.objects.progress("0" * 64), site.put(PIECE - 1)
+    assert ask(server, OBJECTS_PATH + other.sha256, Authorization=bearer())[0] == 200
+    assert before == server.objects.progress("0" * 64), "the first object has not moved"
     held.set()
+    while server.objects.progress("0" * 64) == before:
+        time.sleep(0.01)
+    assert len(before) <= 100, "readers compare no more"
 
 
 FAULTS: dict[str, Callable[[bytes], bytes | None]] = {

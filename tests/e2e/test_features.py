@@ -28,7 +28,7 @@ def follow(root: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow_each(root: Path, **options: Any) -> dict[str, Any]:
-    """As ``follow``; each version has been a fresh load's, bit for bit, and so was the one gone back to."""
+    """As ``follow``; each version, and the one rolled back to, has the bits of a fresh load."""
     seen = follow(root, {**EAGER, **options, "each": True})
     assert (seen["served"], seen["verdicts"]) == (VERSIONS, [True] * VERSIONS)
     each, back = seen["each"], seen["back"]

@@ -474,7 +474,7 @@ def leads_on(reader: Run, first: int, last: int) -> None:
 def test_newest_sound_or_exact_version_is_kept_until_the_head_is_one(
     tmp_path: Path, marks: str, why: str, version: int
 ) -> None:
-    """That it can be read and gone on from is the property below."""
+    """The property below shows that a publisher can continue from it and readers can read it."""
     run = marked(tmp_path, marks)
     assert collect(run.run_, TIGHT).kept == {version: [why], len(marks): ["head"]}
     run.play(".")

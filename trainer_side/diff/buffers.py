@@ -74,7 +74,7 @@ class DeviceBuffer(BaselineBuffer):
 
     ``DeviceComparer`` reads and writes it directly. The methods here, which the background thread calls, use a stream
     of their own, so that training does not wait for them, nor they for what it has enqueued. They return only once the
-    device has done what they ask for, and begin only after a write that was waited for likewise.
+    device has done what they ask for; the comparer waits for its own writes, too, before any of them is called.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:

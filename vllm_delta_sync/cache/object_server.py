@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from vllm_delta_sync.admin_token import AdminToken
@@ -123,11 +124,13 @@ class ObjectServer:
             return False
 
     def progress(self, digest: str) -> str:
-        """Return a text that changes while an object is fetched or verified, or others before it are."""
+        """Return a short text that changes while an object is fetched or verified, or others before it are."""
         with self._lock:
             running, verifying = list(self._jobs), len(self._verifying)
         moments = [f"{time.monotonic():.0f}"] if verifying else []
-        return ", ".join([self._folder.received(each) for each in {digest, *running}] + moments)
+        state = ", ".join([self._folder.received(each) for each in sorted({digest, *running})] + moments)
+        # Readers compare its first characters.
+        return sha256(state.encode()).hexdigest()[:32]
 
     def find(self, digest: str, requested: str | None) -> Slice | None:
         """Return an object, or a range of it; None after ``WAIT_SECONDS`` if it is still being fetched.
