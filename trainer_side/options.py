@@ -36,7 +36,7 @@ from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
 from vllm_delta_sync.json_log import log_as_json
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
+from vllm_delta_sync.trust.keyring import HEAD_SECONDS, MAX_HEAD_SECONDS
 
 CHECKED = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 Count = Annotated[int, Field(ge=1, strict=True)]

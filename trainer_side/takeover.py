@@ -34,8 +34,7 @@ from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError, stored_digest
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.base import exists
-from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent, has_content
+from vllm_delta_sync.bucket.base import confirm_created, create_if_absent, exists, has_content
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (

@@ -16,8 +16,7 @@ from pathlib import Path
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.base import exists
-from vllm_delta_sync.bucket.conditional_put import has_content, reads_back
+from vllm_delta_sync.bucket.base import exists, has_content, reads_back
 from vllm_delta_sync.bucket.threads import in_parallel, start_call
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
@@ -48,7 +47,7 @@ from vllm_delta_sync.format.manifest import (
 )
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.run.checks import check_document_size
-from vllm_delta_sync.trust.head import make_head
+from vllm_delta_sync.trust.keyring import make_head
 from vllm_delta_sync.urls import is_remote
 
 logger = logging.getLogger(__name__)

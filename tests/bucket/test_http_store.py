@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import Answer, Answers, in_pieces
+from vllm_delta_sync.bucket.base import observed_by
 from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
-from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 

@@ -14,7 +14,8 @@ import pytest
 from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
-from vllm_delta_sync.bucket import StoreOptions, transfer_observers
+from vllm_delta_sync.bucket import StoreOptions
+from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
 from vllm_delta_sync.errors import (
     AccessError,
@@ -135,7 +136,7 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
     }
     for call, expected in calls.items():
         counts: list[int] = []
-        with transfer_observers.observed_by(counts.append):
+        with bucket_base.observed_by(counts.append):
             call()
         assert sum(counts) == expected
 
@@ -145,7 +146,7 @@ def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: P
         raise UnavailableError("given up meanwhile")
 
     bucket.put("a", os.urandom(3_000_000))
-    with transfer_observers.observed_by(refuse):
+    with bucket_base.observed_by(refuse):
         with pytest.raises(UnavailableError, match="given up meanwhile"):
             bucket.put("b", os.urandom(3_000_000))
         with pytest.raises(UnavailableError, match="given up meanwhile"):

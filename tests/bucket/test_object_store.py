@@ -12,9 +12,9 @@ import pytest
 from tests.support.answers import Answer, Answers, closed_port, in_pieces
 from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
 from tests.support.stores import s3_server
+from vllm_delta_sync.bucket.base import observed_by
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, PART_BYTES
-from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 from tests.support.running import eventually, interrupted
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
+from vllm_delta_sync.bucket.base import report_bytes
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)

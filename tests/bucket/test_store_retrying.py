@@ -27,11 +27,11 @@ from tests.support.store_faults import (
     fail,
 )
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
+from vllm_delta_sync.bucket.base import observed_by
 from vllm_delta_sync.bucket.middleware import retry
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
-from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,

@@ -109,7 +109,7 @@ def check_rollback(server: Server, head: int, digests: list[dict[str, str]]) -> 
 
 
 def test_bad_versions_are_refused(follower: Follower) -> None:
-    """Each with one error in status, while the server answers as before. All: tests/receiver/test_receiver.py."""
+    """Each with one error in status, while the server answers as before. All: tests/receiver/test_follow.py."""
     world, server = follower.world, follower.server
     before, answers = server.digests(), server.outputs()
     for bad in OF_EACH_KIND:

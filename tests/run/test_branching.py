@@ -14,7 +14,8 @@ from tests.support.hub_store import Hub
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from tests.support.store_faults import failing_put
-from vllm_delta_sync.bucket import StoreOptions, conditional_put, open_bucket
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import (
@@ -208,7 +209,7 @@ def test_the_run_whose_documents_stay_counts(
 ) -> None:
     run, _ = source
     late = Late(tmp_path / "branch", after, key)
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     monkeypatch.setattr(LocalBucket, "supports_conditional_put", exclusive)
     with mock.patch.object(LocalBucket, "put", lambda *args, **options: late(*args, **options)):
         with pytest.raises(ConflictError, match=f"holds {key} of another writer; branch to a new URL"):

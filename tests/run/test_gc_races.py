@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
-from vllm_delta_sync.bucket import conditional_put
+from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import Collection
@@ -201,7 +201,7 @@ def test_a_long_collection_renews_its_claim_and_old_claims_are_removed(tmp_path:
 def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     grown = long_run(tmp_path, 16)
     grown.memory.supports_conditional_put = False
     held = dict(grown.memory.held)
@@ -223,7 +223,7 @@ def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a store without create-if-absent, where two may both have a claim."""
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     grown = long_run(tmp_path, 24)
     grown.memory.supports_conditional_put = False
     other = RetentionPolicy(keep_last=3, keep_every=6)

@@ -11,13 +11,13 @@ from unittest import mock
 from pydantic import PrivateAttr
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
+from vllm_delta_sync.bucket.base import report_bytes
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
 from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError, UnavailableError
 
 _Result = TypeVar("_Result")

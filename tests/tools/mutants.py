@@ -48,7 +48,6 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "format/test_golden_tiles.py",
     ),
     "vllm_delta_sync/codec/tiles/grid.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
-    "vllm_delta_sync/codec/tiles/rectangles.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
     "vllm_delta_sync/codec/tiles/classes.py": ("codec/test_tiles.py",),
     "vllm_delta_sync/codec/tiles/prefix_code.py": ("codec/test_prefix_code.py", "codec/test_tiles_hostile.py"),
     "vllm_delta_sync/codec/tiles/shared_kernels.py": (
@@ -79,6 +78,9 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "trainer/test_gate.py",
         "trainer/test_rebase.py",
         "trainer/test_baseline_rescan.py",
+        "trainer/test_baseline_disk.py",
+        "trainer/test_budgets.py",
+        "trainer/test_end_of_training.py",
     ),
     "trainer_side/writer.py": (
         "trainer/test_publisher.py",

@@ -51,7 +51,7 @@ FILES = {
         "tests/trainer/test_detection.py": "changed elements are found",
         "tests/trainer/sharded/test_boxes.py": "sharded tensors",
         "tests/trainer/test_publisher.py": "a model is published",
-        "tests/trainer/test_codec_choice.py": "codecs",
+        "tests/trainer/test_codecs.py": "codecs",
         "tests/trainer/test_callback.py": "the callback of transformers",
         "tests/trainer/sharded/test_publish.py": "several ranks publish",
         "tests/trainer/sharded/test_recipe_fsdp2.py": "FSDP2",

@@ -14,7 +14,7 @@ from tests.support.notices import DEADLINE_SECONDS as SECONDS
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish, small_trainer
 from trainer_side import Publisher, writer
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import conditional_put
+from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.errors import ConflictError, PublishError
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
@@ -112,7 +112,7 @@ def test_checks_begin_early_only_where_that_saves_time_and_the_store_keeps_write
 
     monkeypatch.setattr(writer, "is_remote", lambda url: remote)
     monkeypatch.setattr(writer, "start_call", call)
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     bucket.supports_conditional_put = exclusive
     order: list[str] = []
     with Publisher(trainer.live, bucket) as publisher:

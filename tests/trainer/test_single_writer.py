@@ -8,7 +8,7 @@ import pytest
 from tests.support.publishers import Hooked, Trainer, assert_stopped, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import conditional_put
+from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.errors import ConflictError
 from vllm_delta_sync.format.base_document import Document, timestamp
 from vllm_delta_sync.format.documents import Claim, claim_key
@@ -43,7 +43,7 @@ class Late:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.01)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.01)
     return Shared(tmp_path / "run")
 
 
@@ -140,7 +140,7 @@ def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(shared
 
 
 def test_exclusive_stores_wait_for_nothing(tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", -1)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", -1)
     bucket = Hooked(tmp_path / "run")
     Publisher(trainer.live, bucket).close()
     Publisher(trainer.live, bucket, resume=True).close()

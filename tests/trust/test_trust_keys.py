@@ -62,7 +62,7 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, version_key
 from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import make_head
+from vllm_delta_sync.trust.keyring import make_head
 from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
 from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 

@@ -17,7 +17,7 @@ from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import make_head
+from vllm_delta_sync.trust.keyring import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 

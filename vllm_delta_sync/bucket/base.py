@@ -5,14 +5,18 @@ Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucke
 
 import io
 import stat
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
-from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, UsageError
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.format import limits
 from vllm_delta_sync.urls import MAX_KEY_BYTES as MAX_KEY_BYTES
 from vllm_delta_sync.urls import MAX_KEY_PART_BYTES as MAX_KEY_PART_BYTES
 from vllm_delta_sync.urls import check_key as check_key
@@ -62,7 +66,7 @@ class Bucket(ABC):
     what they list. AccessError is a StoreError for refused credentials, UnavailableError one for failures that are
     worth an immediate retry.
 
-    **Transfers.** Implementations pass transferred bytes to ``transfer_observers.report_bytes``, in the thread of the
+    **Transfers.** Implementations pass transferred bytes to ``report_bytes``, in the thread of the
     call.
     """
 
@@ -217,3 +221,94 @@ def remove_quietly(path: Path) -> None:
         path.unlink()
     except OSError:
         pass  # renamed already, or the folder's own sweep removes it
+
+
+TransferObserver = Callable[[int], object]
+"""Counts bytes as transferred; a negative count takes back the bytes of a failed attempt.
+
+Stores call ``report_bytes`` in their loops and do not know the observers, which middleware installs for one call
+(progress, metrics, deadlines). Called from any thread of the call. May raise, in order to end the call."""
+
+_observers: ContextVar[tuple[TransferObserver, ...]] = ContextVar("delta_sync_observers", default=())
+
+
+def report_bytes(count: int) -> None:
+    """Notify all observers that ``count`` bytes were transferred."""
+    for observe in _observers.get():
+        observe(count)
+
+
+@contextmanager
+def observed_by(observe: TransferObserver) -> Iterator[None]:
+    """Notify ``observe`` too of the calls in the block."""
+    token = _observers.set((*_observers.get(), observe))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+def with_observers(call: Callable[[], None]) -> Callable[[], None]:
+    """Return ``call`` bound to this thread's observers, to be run in one other thread."""
+    return partial(copy_context().run, call)
+
+
+SETTLING_SECONDS = 2.0
+"""Where create-if-absent does not hold (``Bucket.supports_conditional_put``), two writers may both succeed, and the
+object written last remains. There an object counts as ours only if it reads back as ours after so long: longer than a
+write normally takes to become visible after the lookup that precedes it."""
+
+_Read = TypeVar("_Read")
+
+
+def create_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
+    """Put an object if the key is absent; return False if another writer's object exists.
+
+    Args:
+        data: bytes that no other writer puts under this key, such as a document with a random id. If the store's
+            answer is lost, they prove that the object is ours.
+
+    Raises:
+        StoreError: the store failed; the object may or may not exist.
+    """
+    try:
+        bucket.put(key, data, if_absent=True)
+    except (ConflictError, StoreError) as error:
+        try:
+            if reads_back(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
+                return True
+        except NotFoundError:
+            raise error from None
+        if isinstance(error, StoreError):
+            raise
+        return False
+    return True
+
+
+def confirm_created(bucket: Bucket, key: str, data: bytes) -> bool:
+    """Return whether an object that this writer has just created is still its own.
+
+    Waits ``SETTLING_SECONDS`` if create-if-absent does not hold.
+
+    Raises:
+        StoreError: the object could not be read.
+    """
+    if bucket.supports_conditional_put:
+        return True
+    time.sleep(SETTLING_SECONDS)
+    return has_content(bucket, key, data)
+
+
+def has_content(bucket: Bucket, key: str, data: bytes, if_missing: bool = False) -> bool:
+    """Return whether an object has these bytes, or ``if_missing`` if there is none. Raises StoreError."""
+    try:
+        return reads_back(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
+    except NotFoundError:
+        return if_missing
+    except LimitError:
+        return False
+
+
+def reads_back(read: Callable[[], _Read], expected: _Read) -> bool:
+    """Return whether ``read`` returns what is expected; reads twice, because bytes may be damaged in transit."""
+    return read() == expected or read() == expected

@@ -3,6 +3,9 @@
 A put writes the object to a staging directory inside the root, syncs it, and gives it its name in one step: by a hard
 link if the name must be new, otherwise by a rename.
 
+``open_folder`` follows no symbolic link below the root. Each step opens one name relative to the directory opened
+before, so no directory can be swapped for a link between a check and its use.
+
 Over NFS, a handle becomes stale (ESTALE) when another client replaces the name; then all names are looked up again. If
 a reply is lost and the client repeats the request, the file itself shows whether the first one succeeded. A failed
 fsync is never retried on the same file, because the kernel may have dropped the bytes: the put fails and removes what
@@ -11,10 +14,12 @@ it wrote.
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from io import BufferedIOBase
 from pathlib import Path
@@ -29,25 +34,154 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
     conflict_error,
+    report_bytes,
     unreadable_error,
 )
-from vllm_delta_sync.bucket.local_fs import (
-    StagedFile,
-    describe_failure,
-    is_nfs_leftover,
-    open_folder,
-    refuse_link,
-    retry_stale,
-)
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
+from vllm_delta_sync.durable_files import sync_folder
 from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
+
+STALE_TRIES = 5
+"""Tries of a call that fails with ESTALE."""
+
+_ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = _ROOT | os.O_NOFOLLOW
+# NFS clients give this name to a file that is removed while a process has it open.
+_NFS_LEFTOVER = re.compile(r"\.nfs[0-9A-Fa-f.]{4,}")
+_REMEDIES = {
+    errno.ENOSPC: "free some space there and try again",
+    errno.EDQUOT: "free some space there or raise the quota, and try again",
+    errno.EFBIG: "raise the file size limit (ulimit -f) and try again",
+    errno.EACCES: "give this user access to it",
+    errno.EPERM: "give this user access to it",
+    errno.EROFS: "mount it writable",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.ENOTDIR: "give a directory as the bucket",
+    errno.ESTALE: "its server no longer knows it: mount it again",
+}
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def open_folder(root: Path, parts: Sequence[str], create: bool = False) -> Iterator[int]:
+    """Yield a descriptor of the directory ``root/parts…``.
+
+    ``root`` itself may be a link; nothing below it may.
+
+    Args:
+        create: whether to create missing directories.
+
+    Raises:
+        StoreError: one of the parts is a symbolic link.
+        UsageError: ``create`` is set and one of the parts is a file.
+        OSError: anything else, FileNotFoundError and NotADirectoryError included.
+    """
+    if create:
+        _make_folders(root)
+    opened = os.open(root, _ROOT)
+    try:
+        for part in parts:
+            below = _open_subfolder(opened, part, create)
+            os.close(opened)
+            opened = below
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _open_subfolder(parent: int, name: str, create: bool) -> int:
+    if create:
+        try:
+            os.mkdir(name, dir_fd=parent)
+            os.fsync(parent)
+        except FileExistsError:
+            pass
+    try:
+        return os.open(name, _FOLDER, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        refuse_link(name, os.stat(name, dir_fd=parent, follow_symlinks=False))
+        if create:
+            raise UsageError(f"{name!r} is an object already, so it cannot be a folder; choose another key") from error
+        raise
+
+
+def _make_folders(path: Path) -> None:
+    """Make a directory and its parents, and sync each new entry to disk."""
+    if path.is_dir():
+        return
+    _make_folders(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return
+    sync_folder(path.parent)
+
+
+def refuse_link(name: str, found: os.stat_result) -> None:
+    """Raise StoreError if ``found`` describes a symbolic link."""
+    if stat.S_ISLNK(found.st_mode):
+        raise StoreError(f"{name!r} is a symbolic link, which is not followed; replace it by what it points to")
+
+
+def retry_stale(call: Callable[[], _Result]) -> _Result:
+    """Call until no handle is stale; ``call`` must look up all names again each time.
+
+    Raises:
+        OSError: what ``call`` raises; ESTALE only after STALE_TRIES tries.
+    """
+    for _ in range(STALE_TRIES - 1):
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return call()
+
+
+def is_nfs_leftover(name: str) -> bool:
+    """Return whether NFS clients use such a name for a removed file that is still open."""
+    return _NFS_LEFTOVER.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A file that waits for its final name: its temporary name and its identity.
+
+    If the reply to a link or rename is lost, the client repeats the request, and the server answers that the name
+    exists or the file is missing. Then ``is_at`` tells whether the first request succeeded.
+    """
+
+    name: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, name: str, descriptor: int) -> "StagedFile":
+        found = os.fstat(descriptor)
+        return cls(name, found.st_dev, found.st_ino)
+
+    def is_at(self, name: str, folder: int) -> bool:
+        """Return whether ``name`` in an open directory is this file."""
+        try:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
+def describe_failure(action: str, error: OSError) -> str:
+    """Return an error message: the action that failed, the reason, and the remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk or mount it is on and try again")
+    return f"cannot {action}: {error.strerror or error}; {remedy}"
+
 
 STAGING = "~staging"
 """Staging directory; its name is not a valid part of a key, so no object can have it."""
 STALE_STAGING_SECONDS = 24 * 3600.0
 """A staging file of this age belongs to a writer that died."""
 COPY_BYTES = 1024 * 1024
-_Result = TypeVar("_Result")
 
 # Without O_NONBLOCK, opening a named pipe would block forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

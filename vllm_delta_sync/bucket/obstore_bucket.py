@@ -21,6 +21,7 @@ from vllm_delta_sync.bucket.base import (
     exists,
     is_key,
     read_pieces,
+    report_bytes,
     size_of_source,
 )
 from vllm_delta_sync.bucket.obstore_clients import (
@@ -33,7 +34,6 @@ from vllm_delta_sync.bucket.obstore_clients import (
     make_clients,
 )
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRequest, translate_error
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.settings import StoreOptions

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_size
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_size, report_bytes
 from vllm_delta_sync.bucket.ranged import digest_of
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import public_url
 

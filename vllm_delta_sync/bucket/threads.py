@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import ParamSpec, TypeVar
 
-from vllm_delta_sync.bucket.transfer_observers import with_observers
+from vllm_delta_sync.bucket.base import with_observers
 
 SLICE_SECONDS = 0.5
 """Longest uninterrupted wait: a signal that arrives right before a wait begins is handled only when it ends."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.base import observed_by
 from vllm_delta_sync.bucket.peer import fetching_for
 from vllm_delta_sync.bucket.ranged import PIECE_BYTES
-from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DeltaSyncError, DigestError

@@ -8,7 +8,7 @@ import secrets
 from contextlib import ExitStack
 
 from vllm_delta_sync.bucket import Bucket, open_beside
-from vllm_delta_sync.bucket.conditional_put import confirm_created, has_content
+from vllm_delta_sync.bucket.base import confirm_created, has_content
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, FingerprintError, UsageError
 from vllm_delta_sync.format.base_document import timestamp
@@ -29,7 +29,7 @@ from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import summarize_changes
 from vllm_delta_sync.run.restore import check_step
-from vllm_delta_sync.trust.head import make_head
+from vllm_delta_sync.trust.keyring import make_head
 
 logger = guarded_logger(__name__)
 

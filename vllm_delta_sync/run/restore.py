@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from vllm_delta_sync.codec.delta_reader import pieces_of
-from vllm_delta_sync.codec.tiles.rectangles import CutTileError
+from vllm_delta_sync.codec.tiles.grid import CutTileError
 from vllm_delta_sync.errors import (
     BaseUnavailableError,
     ChainError,

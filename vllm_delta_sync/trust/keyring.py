@@ -1,6 +1,7 @@
 """``Keyring`` holds the configured keys: it signs documents, and refuses those that no trusted key has signed."""
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,8 +9,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from vllm_delta_sync.errors import SettingsError, SignatureError
-from vllm_delta_sync.format.base_document import Document, Signature, signed_form
-from vllm_delta_sync.format.manifest import RunInfo
+from vllm_delta_sync.format.base_document import Document, Signature, signed_form, timestamp
+from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo
 from vllm_delta_sync.trust.keys import load_private, load_public, public_hex
 
 _Doc = TypeVar("_Doc", bound=Document)
@@ -140,3 +141,24 @@ class Keyring:
 def short(key: str) -> str:
     """Return the first 16 hex digits of a key, for messages."""
     return key[:16]
+
+
+HEAD_SECONDS = 600
+"""Lifetime of a signed HEAD.json. A publisher rewrites it before it expires."""
+MAX_HEAD_SECONDS = 366 * 24 * 3600
+
+
+def make_head(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -> Head:
+    """Return the HEAD.json that points at ``manifest``; if the keyring can sign, signed and valid for ``seconds``."""
+    head = Head(
+        run=manifest.run,
+        version=manifest.version,
+        manifest=manifest.digest,
+        epoch=manifest.epoch,
+        parent=manifest.parent,
+    )
+    if not keyring.has_signing_key:
+        return head
+    now = datetime.now(UTC)
+    times = {"created_at": timestamp(now), "expires_at": timestamp(now + timedelta(seconds=seconds))}
+    return keyring.signed(head.model_copy(update=times))

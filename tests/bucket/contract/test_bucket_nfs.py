@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync.bucket import local as local_module
-from vllm_delta_sync.bucket.local import STAGING, LocalBucket
-from vllm_delta_sync.bucket.local_fs import STALE_TRIES
+from vllm_delta_sync.bucket.local import STAGING, STALE_TRIES, LocalBucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
 
 

@@ -20,7 +20,8 @@ from tests.support.publishers import (
 )
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import Bucket, conditional_put, open_bucket
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, StoreError
 from vllm_delta_sync.format.manifest import HEAD_KEY
@@ -222,7 +223,7 @@ class Flipping(BucketMiddleware):
 
 @pytest.fixture(params=[True, False], ids=["exclusive", "single writer"])
 def flipping(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flipping:
-    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     return Flipping(open_bucket(str(tmp_path / "run")), request.param)
 
 

@@ -14,12 +14,12 @@ from vllm_delta_sync.bucket.base import (
     conflict_error,
     is_key,
     read_pieces,
+    report_bytes,
     size_of_source,
 )
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
 from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, translate_hub_error
 from vllm_delta_sync.bucket.hub.xet import Transfers
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 from vllm_delta_sync.urls import StoreLocation

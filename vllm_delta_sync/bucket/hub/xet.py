@@ -13,9 +13,9 @@ from typing import Any
 
 import hf_xet  # type: ignore[import-untyped]
 
+from vllm_delta_sync.bucket.base import report_bytes
 from vllm_delta_sync.bucket.hub.api import Connection, HubApi
 from vllm_delta_sync.bucket.hub.errors import StaleError, text_of
-from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import StoreOptions
 

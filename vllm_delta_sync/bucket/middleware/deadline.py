@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by, with_observers
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, wait_interruptibly
-from vllm_delta_sync.bucket.transfer_observers import observed_by, with_observers
 from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 

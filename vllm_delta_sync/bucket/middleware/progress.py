@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket
+from vllm_delta_sync.bucket.base import Bucket, observed_by
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.redaction import guarded_logger
 
 Mode = Literal["auto", "bar", "log", "off"]

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, read_pieces
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by, read_pieces, report_bytes
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.threads import wait_interruptibly
-from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
 from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.redaction import guarded_logger

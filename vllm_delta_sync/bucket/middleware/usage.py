@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
-from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket.base import exists
-from vllm_delta_sync.bucket.conditional_put import has_content
+from vllm_delta_sync.bucket.base import exists, has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats
 from vllm_delta_sync.format.base_document import timestamp

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
+from vllm_delta_sync.bucket.base import confirm_created, create_if_absent
 from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, LimitError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp

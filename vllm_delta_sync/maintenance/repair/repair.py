@@ -26,7 +26,7 @@ from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_ident
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import make_head
+from vllm_delta_sync.trust.keyring import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.report import Findings, VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
