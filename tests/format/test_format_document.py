@@ -37,7 +37,7 @@ from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
-from vllm_delta_sync.run.newest_good import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
+from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 

@@ -14,8 +14,7 @@ from tests.support.routing import all_indices, densely, route_changes
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch, SparsePatch
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.dtypes import DTYPES

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.routing import all_indices
-from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, split_regions
-from vllm_delta_sync.engine.model.route import Route
+from vllm_delta_sync.engine.model.route import Region, Route, coalesce, find_overlap, split_regions
 from vllm_delta_sync.engine.model.route_map import RouteMap, fingerprint_in_place, fingerprint_via_copy
 from vllm_delta_sync.engine.model.shard_ownership import prove_ownership
 from vllm_delta_sync.errors import ModelError

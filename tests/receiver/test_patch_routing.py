@@ -12,8 +12,7 @@ from tests.support.routing import all_indices, densely
 from vllm_delta_sync.engine.model import patch as patching
 from vllm_delta_sync.engine.model import route as route_module
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
-from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Destination, Route, SparsePatch
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change

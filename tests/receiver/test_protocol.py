@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route import Region
 from vllm_delta_sync.engine.protocol import (
     OPERATIONS,
     ClaimedVersion,

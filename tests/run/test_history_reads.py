@@ -40,8 +40,7 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest,
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run import prefetch
-from vllm_delta_sync.run.newest_good import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, RunReader, newest_good_before
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.verify import verify_run
 

@@ -6,8 +6,7 @@ import torch
 from tests.support.routing import all_indices
 from vllm_delta_sync.engine.model.accelerator import Accelerator
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Addresses, Destination, Route, RoutePatch, SparsePatch
+from vllm_delta_sync.engine.model.route import Addresses, Destination, Region, Route, RoutePatch, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint

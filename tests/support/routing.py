@@ -3,7 +3,7 @@
 import itertools
 
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
-from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route import Region
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.changes import Changes

@@ -13,8 +13,7 @@ from tests.support.routing import all_indices, densely
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator, device_batch, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.fingerprint import Fingerprint

@@ -8,8 +8,7 @@ import torch
 
 from vllm_delta_sync.engine.model import route_map
 from vllm_delta_sync.engine.model.fingerprint_triton import BLOCK, BLOCKS_PER_PROGRAM, DeviceSums
-from vllm_delta_sync.engine.model.regions import Region, coalesce
-from vllm_delta_sync.engine.model.route import Destination, Route
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, coalesce
 from vllm_delta_sync.engine.model.route_map import RouteMap, fingerprint_in_place
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -29,8 +29,7 @@ from vllm_delta_sync.codec.tiles.prefix_code import LONGEST, TABLES
 from vllm_delta_sync.engine.model import accelerator, decode_triton
 from vllm_delta_sync.engine.model.accelerator import Workspace, bytes_of
 from vllm_delta_sync.engine.model.decode_triton import OldBits, TileBatch, array_shapes, tile_fields
-from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.staging import device_decoder
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_delta_sync import units
 from vllm_delta_sync.cli.command import option
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
-from vllm_delta_sync.run.version_names import NAMES, match_name
+from vllm_delta_sync.run.run_reader import NAMES, match_name
 from vllm_delta_sync.settings import environment_name
 from vllm_delta_sync.trust import Keyring
 

@@ -23,7 +23,7 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_event, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
-from vllm_delta_sync.run.version_names import MOVING
+from vllm_delta_sync.run.run_reader import MOVING
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow_folder import FollowedVersion

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar, Union, get_args
 import msgspec
 
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route import Region
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, MemoryLimitError, error_kinds
 from vllm_delta_sync.format.fingerprint import Fingerprint
 

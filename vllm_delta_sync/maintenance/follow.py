@@ -30,7 +30,7 @@ from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
-from vllm_delta_sync.run.version_names import MOVING
+from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes

@@ -24,8 +24,7 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists, check_bits, check_tensor
 from vllm_delta_sync.run.read_plan import Plan
-from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
-from vllm_delta_sync.run.roots import open_branch_source
+from vllm_delta_sync.run.restore import execute_plan, load_root, open_branch_source, root_tensors
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box

@@ -1,7 +1,8 @@
 """``RunReader`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from copy import copy
 from datetime import UTC, datetime
@@ -70,12 +71,85 @@ from vllm_delta_sync.run.checks import (
     object_limit,
 )
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.run.newest_good import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
-from vllm_delta_sync.run.version_names import NAMES, match_name
+from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
+
+NAMES = f"{HEAD}~N, tag:NAME, step:N, ago:TIME"
+"""What ``match_name`` recognizes, for messages."""
+MOVING = (f"{HEAD}~", "step:", "ago:")
+"""Beginnings of names that may mean another version whenever one is published."""
+_NAME = re.compile(
+    rf"{HEAD}(?:~(?P<before>[0-9]{{1,10}}))?|tag:(?P<tag>.*)|step:(?P<step>[0-9]{{1,18}})|ago:(?P<ago>.*)",
+    re.DOTALL,
+)
+
+
+def match_name(text: str) -> "re.Match[str] | None":
+    """Return the parts of a name, of which at most one is not None; None if it is no name.
+
+    The groups are ``before``, the versions before the head; ``tag``; ``step``; and ``ago``, which
+    ``units.duration`` reads.
+    """
+    found = _NAME.fullmatch(text)
+    if found is None or found["ago"] is None or units.duration(found["ago"]) is not None:
+        return found
+    return None
+
+
+MAX_BAD_IN_A_ROW = 64
+"""Bad manifests that are skipped in a row. A publisher that continues after more of them has moved HEAD.json there."""
+MAX_BAD_DOCUMENTS = 4
+"""Total bytes of bad manifests to read, as a multiple of the maximum manifest size."""
+
+
+def newest_good_before(
+    sizes: Mapping[int, int],
+    limit: int,
+    read: Callable[[int], Manifest],
+    end: int,
+    reason: DeltaSyncError,
+) -> Manifest:
+    """Return the newest good manifest of a version below ``end``, within bounds on how many are read.
+
+    Version numbers have no gaps, so the newest version is in the block of consecutive numbers that starts at the
+    lowest. Numbers beyond a gap are tried first, in case a manifest was lost; the block is always tried after them, so
+    that stray files beyond a gap cannot hide it. In each part, at most ``MAX_BAD_IN_A_ROW`` bad manifests are skipped,
+    from the newest down: the cost is bounded whatever the listing holds, and a head with up to that many bad manifests
+    behind it is found.
+
+    Args:
+        sizes: version → size in bytes of its manifest, for all that are listed.
+        limit: the maximum bytes of a manifest. Once ``MAX_BAD_DOCUMENTS`` times that many bytes of bad manifests have
+            been read, larger manifests are skipped unread, so the result may not be the newest good one.
+        read: returns the manifest of a version, or raises.
+        reason: raised if no manifest is good.
+
+    Raises:
+        StoreError: the store failed. DeltaSyncError: ``reason``.
+    """
+    block_end = last_consecutive(sizes, min(sizes, default=0))
+    numbers = sorted((version for version in sizes if version < end), reverse=True)
+    for part in ([n for n in numbers if n > block_end], [n for n in numbers if n <= block_end]):
+        left = MAX_BAD_DOCUMENTS * limit
+        for version in part[: MAX_BAD_IN_A_ROW + 1]:
+            if sizes[version] > min(left, limit):
+                continue
+            try:
+                return read(version)
+            except DataError:
+                left -= sizes[version]
+    raise reason
+
+
+def last_consecutive(numbers: Container[int], start: int) -> int:
+    """Return the end of the block of consecutive numbers that begins at ``start``, which need not be in ``numbers``."""
+    while start + 1 in numbers:
+        start += 1
+    return start
+
 
 _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Heartbeat, Retention, Tag)
 

@@ -13,8 +13,7 @@ from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import describe_document
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph
 from vllm_delta_sync.run.read_plan import GapError, Root, Step
-from vllm_delta_sync.run.restore import apply_step, load_root
-from vllm_delta_sync.run.roots import BaseMissingError
+from vllm_delta_sync.run.restore import BaseMissingError, apply_step, load_root
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit

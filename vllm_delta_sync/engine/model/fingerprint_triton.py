@@ -7,7 +7,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route import Region
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.triton_hash import high_lane, low_lane, premix
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft, load_weights
-from vllm_delta_sync.engine.model.regions import Region, coalesce
+from vllm_delta_sync.engine.model.route import Region, coalesce
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device, stage_on_device
-from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route import (
     NARROW_ELEMENTS,
     DensePatch,
     Destination,
+    Region,
     Route,
     RoutePatch,
     SparsePatch,

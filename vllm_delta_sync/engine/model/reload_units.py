@@ -27,8 +27,15 @@ from vllm_delta_sync.engine.model.model_replica import (
     walk_tensors,
 )
 from vllm_delta_sync.engine.model.model_with_draft import load_weights
-from vllm_delta_sync.engine.model.regions import Region, coalesce
-from vllm_delta_sync.engine.model.route import DensePatch, Destination, Route, SparsePatch, region_view
+from vllm_delta_sync.engine.model.route import (
+    DensePatch,
+    Destination,
+    Region,
+    Route,
+    SparsePatch,
+    coalesce,
+    region_view,
+)
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable

@@ -17,7 +17,6 @@ from vllm_delta_sync.engine.model.load_record import LoadRecord, load_record_of
 from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, trace_loader
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft
-from vllm_delta_sync.engine.model.regions import Region, find_overlap
 from vllm_delta_sync.engine.model.reload_units import (
     LoaderReplay,
     LoadTimeReader,
@@ -27,7 +26,7 @@ from vllm_delta_sync.engine.model.reload_units import (
     find_owners,
     live_tensors,
 )
-from vllm_delta_sync.engine.model.route import Destination, Route
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, find_overlap
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule, check_left_out, fill_untied_heads
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.reload_units import ReloadUnits
-from vllm_delta_sync.engine.model.route import Destination, Route, host_bits
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, host_bits, split_regions
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vllm_delta_sync.engine.model.regions import Region, find_overlap
+from vllm_delta_sync.engine.model.route import Region, find_overlap
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable

@@ -9,8 +9,7 @@ import torch
 
 from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
 from vllm_delta_sync.codec.tiles.grid import CutTileError, TensorView, covered_rectangles, extent, grid_of, held_part
-from vllm_delta_sync.engine.model.regions import split_regions
-from vllm_delta_sync.engine.model.route import region_view
+from vllm_delta_sync.engine.model.route import region_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Matrix

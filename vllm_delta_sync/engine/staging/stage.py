@@ -19,8 +19,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
-from vllm_delta_sync.engine.model.regions import split_regions
-from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view
+from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.protocol import set_failed_step
