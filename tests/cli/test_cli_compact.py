@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
-from tests.support.written import SMALL, Written, save_base
+from tests.support.written import SMALL, Written, find_steps, save_base
 from vllm_delta_sync.cli.arguments import VERSION
-from vllm_delta_sync.run.read_plan import find_steps
 from vllm_delta_sync.run.restore import restore
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from tests.support.damage import TABLE as SMALL
 from tests.support.store_faults import asked_of
-from tests.support.written import TABLE, Written, assert_bits, reference_run, save_base
+from tests.support.written import TABLE, Written, assert_bits, find_steps, reference_run, save_base
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader as reading
@@ -46,7 +46,7 @@ from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, StoppedError
 from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.objects import open_step_objects
-from vllm_delta_sync.run.read_plan import GapError, find_steps
+from vllm_delta_sync.run.read_plan import GapError
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.support.damage import TABLE
 from tests.support.samples import state_of
 from tests.support.store_faults import asked_of
-from tests.support.written import Written, assert_bits
+from tests.support.written import Written, assert_bits, find_steps
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph
-from vllm_delta_sync.run.read_plan import MERGE_WIDTH, GapError, ReadPlanner, Step, find_steps, plan_read
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, GapError, ReadPlanner, Step, plan_read
 from vllm_delta_sync.run.restore import apply_step
 
 

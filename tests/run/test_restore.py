@@ -9,7 +9,7 @@ import torch
 
 from tests.support.damage import TABLE
 from tests.support.samples import state_of
-from tests.support.written import Written, assert_bits
+from tests.support.written import Written, assert_bits, find_steps
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -23,7 +23,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.run import restore as chain_read
-from vllm_delta_sync.run.read_plan import Step, find_steps
+from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import apply_step, scratch_file
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 

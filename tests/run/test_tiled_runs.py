@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.damage import Whole
 from tests.support.samples import RunWriter, nudge, random_bits, state_of
-from tests.support.written import TABLE, Written, assert_bits
+from tests.support.written import TABLE, Written, assert_bits, find_steps
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli.inspect import version_document
 from vllm_delta_sync.client import open_run
@@ -21,7 +21,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.run import restore as chain_read
-from vllm_delta_sync.run.read_plan import GapError, Step, find_steps
+from vllm_delta_sync.run.read_plan import GapError, Step
 from vllm_delta_sync.run.restore import apply_step
 from vllm_delta_sync.verify.verify import verify_run
 

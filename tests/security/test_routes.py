@@ -498,7 +498,7 @@ def test_branch_that_says_its_source_is_elsewhere(tmp_path: Path, caplog: pytest
             document["base"]["location"] = f"{scheme}://key:hidden@{place}/run?sig=hidden"
             first.write_bytes(dump_canonical(document))
             assert [point.version for point in ancestry(open_run(branch.url), 0)] == [0]
-            assert "in another store than 'file'" in caplog.text
+            assert "which is not in the branch's store 'file'" in caplog.text
             assert place in caplog.text
             assert "hidden" not in caplog.text
 

@@ -1,7 +1,7 @@
 """The builder of runs: written version by version, with everything beside them, and damaged."""
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,9 @@ from vllm_delta_sync.format.documents import Claim, Retention
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.record import ranges as spans
+from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -49,6 +51,11 @@ def save_base(folder: Path, bits: list[Bits], table: TensorTable = SMALL) -> Pat
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(whole_object(table, bits))
     return folder / "model.safetensors"
+
+
+def find_steps(run: RunReader, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
+    """The cheapest steps from one version to another."""
+    return ReadPlanner(run, avoid).path(start, target)
 
 
 def reference_run(folder: Path, location: str) -> tuple[Run, list[list[Bits]]]:

@@ -25,6 +25,7 @@ from tests.support.signed import (
     stored,
     unsign,
 )
+from tests.support.written import find_steps as way
 from trainer_side import Publisher
 from trainer_side.maintenance import HEAD_THREAD_NAME, THREAD_NAME
 from vllm_delta_sync.bucket import open_bucket
@@ -52,7 +53,6 @@ from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, maintain
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.tags import set_tag
-from vllm_delta_sync.run.read_plan import find_steps as way
 
 _OTHERS: set[threading.Thread] = set()
 

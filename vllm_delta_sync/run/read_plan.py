@@ -540,11 +540,6 @@ def _unread(key: str, low: int, high: int) -> Edge:
     return Edge(key, low, high, None, True)
 
 
-def find_steps(run: RunReader, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
-    """Return the steps from one version of a run to another; see ``ReadPlanner.path``."""
-    return ReadPlanner(run, avoid).path(start, target)
-
-
 def plan_read(run: RunReader, target: Manifest, avoid: Collection[str] = ()) -> Plan:
     """Return the cheapest plan to rebuild a version; see ``ReadPlanner.cheapest``."""
     return ReadPlanner(run, avoid).cheapest(target)

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from vllm_delta_sync.bucket import StoreOptions, store_of
+from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, UsageError
+from vllm_delta_sync.errors import DataError, DeltaSyncError, UsageError
 from vllm_delta_sync.trust import Keyring
 
 MAX_DEPTH = 64
@@ -43,7 +43,6 @@ def ancestry(run: Run, version: int) -> list[RunVersion]:
         if first.base is None or first.base.run is None or first.base.version is None:
             break
         try:
-            _check_store(run, first.base.location)
             source = run.open_source(first)
         except (DataError, UsageError) as error:
             logger.warning("cannot use the run that run %s branches from: %s", run.info.run, error.message)
@@ -54,12 +53,6 @@ def ancestry(run: Run, version: int) -> list[RunVersion]:
         found.append(RunVersion(source, first.base.version))
         run = source
     return found
-
-
-def _check_store(run: Run, location: str) -> None:
-    own = store_of(run.bucket.url)
-    if store_of(location) != own:
-        raise ChainError(f"its URL is {location[:200]!r}, in another store than {own!r}")
 
 
 def connect_runs(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment] | None:

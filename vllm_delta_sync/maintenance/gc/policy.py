@@ -168,17 +168,9 @@ class _Planner:
         ]
 
     def _is_abandoned(self, version: int) -> bool:
-        record = self._record
-        if record is None or version in (self._contents.head, self._contents.sound, self._contents.exact):
+        if version in (self._contents.head, self._contents.sound, self._contents.exact):
             return False
-        if record.head is not None:
-            return record.gave_up(version)
-        # Written by an older release, without the kept versions: assume a gap on the path to the version is intended.
-        while version != ROOT:
-            if record.is_gone(version):
-                return True
-            version = self._contents.history[version].start
-        return False
+        return self._record is not None and self._record.gave_up(version)
 
     # What these versions need
 
