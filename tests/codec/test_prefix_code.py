@@ -8,7 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support import reference_tiles as reference
-from vllm_delta_sync.codec.tiles.prefix_code import GAP_TOKENS, LONGEST, SYMBOLS, code_lengths, overfull
+from vllm_delta_sync.codec.tiles.alphabets import GAP_TOKENS, LONGEST, SYMBOLS
+from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, overfull
 from vllm_delta_sync.codec.tiles.shared_kernels import token_of
 
 COUNTS = st.one_of(

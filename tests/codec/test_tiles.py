@@ -28,10 +28,11 @@ from vllm_delta_sync.codec.delta_object import Arrays, BlockEntries
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder, decode_kernels, encode_kernels
+from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.coder import LargeTensor
 from vllm_delta_sync.codec.tiles.grid import grid_of
-from vllm_delta_sync.codec.tiles.prefix_code import SYMBOLS, TABLES, code_lengths, code_words
+from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, code_words
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import Codec

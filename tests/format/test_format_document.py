@@ -7,6 +7,7 @@ import pytest
 
 from tests.golden.regenerate import DIRECTORY, TREE
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS, KINDS
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.coder import BLOCK_CHANGES, SMALL_ELEMENTS
 from vllm_delta_sync.codec.tiles.grid import (
     LEAST_ELEMENTS,
@@ -17,7 +18,6 @@ from vllm_delta_sync.codec.tiles.grid import (
     TILE_ELEMENTS,
     VOCABULARY_ROWS,
 )
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, LONGEST, SYMBOLS, TABLES
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import Document

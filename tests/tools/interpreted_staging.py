@@ -24,8 +24,8 @@ from tests.support.routing import all_indices, densely
 from tests.support.samples import CONTEXT
 from tests.support.world import World
 from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.codec.tiles.alphabets import LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.grid import extent, grid_of
-from vllm_delta_sync.codec.tiles.prefix_code import LONGEST, TABLES
 from vllm_delta_sync.engine.model import accelerator, decode_triton
 from vllm_delta_sync.engine.model.accelerator import Workspace, bytes_of
 from vllm_delta_sync.engine.model.decode_triton import OldBits, TileBatch, array_shapes, tile_fields

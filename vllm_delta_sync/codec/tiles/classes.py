@@ -7,7 +7,7 @@ distance. So small weights change often, and large ones hardly ever. Elements of
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES
 from vllm_delta_sync.format.dtypes import DType
 
 KEYS = 256

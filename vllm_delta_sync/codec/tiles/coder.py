@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.codec.delta_object import Arrays, Block, BlockEntries, Directory, block_ranges, bytes_of
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.classes import (
     KEYS,
     VALUE_TOKENS,
@@ -24,17 +25,7 @@ from vllm_delta_sync.codec.tiles.classes import (
     magnitude_mask,
 )
 from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, Span, extent, grid_of, least_tiles
-from vllm_delta_sync.codec.tiles.prefix_code import (
-    CLASSES,
-    SYMBOLS,
-    TABLES,
-    Decoding,
-    Lengths,
-    code_lengths,
-    code_words,
-    decoding,
-    overfull,
-)
+from vllm_delta_sync.codec.tiles.prefix_code import Decoding, Lengths, code_lengths, code_words, decoding, overfull
 from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError, UsageError

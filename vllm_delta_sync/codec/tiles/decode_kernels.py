@@ -11,7 +11,7 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name  # type: i
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
 from vllm_delta_sync.codec.tiles.shared_kernels import LANES, LOW6, S6, load_word, mask_tiles, words_of, words_passed
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 

@@ -5,7 +5,7 @@
 import numpy as np
 from numba.extending import intrinsic
 
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, OTHERS, PLAIN
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, OTHERS, PLAIN
 from vllm_delta_sync.codec.tiles.shared_kernels import (
     LANES,
     LOW6,

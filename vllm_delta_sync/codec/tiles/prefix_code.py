@@ -9,23 +9,7 @@ docs/FORMAT.md specifies this.
 import numpy as np
 import numpy.typing as npt
 
-LONGEST = 11
-"""Largest length of a code: a table of 2^11 entries of two bytes, one for each class, fits a core's first cache."""
-KINDS = 3
-"""Kinds of a symbol: zigzag 1, zigzag 2, or a value that follows."""
-SYMBOLS = 252
-"""Of either alphabet: 84 tokens of gaps, each with KINDS kinds; or the tokens of 64-bit values."""
-GAP_TOKENS = SYMBOLS // KINDS
-
-CLASSES = 3
-"""Classes of a tile, besides the elements of none. More would save bytes, and cost the time of another comparison of
-each element on both sides."""
-OTHERS = CLASSES
-"""The table of gaps between elements without a class."""
-PLAIN = CLASSES + 1
-"""The table of plain tiles."""
-TABLES = CLASSES + 2
-
+from vllm_delta_sync.codec.tiles.alphabets import LONGEST, SYMBOLS
 
 Counts = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.uint8]

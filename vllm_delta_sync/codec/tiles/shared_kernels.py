@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, LONGEST, SYMBOLS
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, LONGEST, SYMBOLS
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, prefetch
 
 S6 = np.uint64(6)

@@ -20,10 +20,11 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from vllm_delta_sync.codec.tiles import decode_kernels, prefix_code
+from vllm_delta_sync.codec.tiles import alphabets, decode_kernels
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, LONGEST, TABLES, Decoding
+from vllm_delta_sync.codec.tiles.prefix_code import Decoding
 from vllm_delta_sync.engine.model.commit_triton import WIDTHS
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.dtypes import DType
@@ -63,10 +64,10 @@ ROW_STEP = tl.constexpr(4)  # from one row of old bits to the next, in elements
 COLUMN_STEP = tl.constexpr(5)  # from one column of old bits to the next, in elements
 _OF_PART = tl.constexpr(6)
 
-_OTHERS = tl.constexpr(prefix_code.OTHERS)
-_PLAIN_TABLE = tl.constexpr(prefix_code.PLAIN)
+_OTHERS = tl.constexpr(alphabets.OTHERS)
+_PLAIN_TABLE = tl.constexpr(alphabets.PLAIN)
 _CLASSES = tl.constexpr(CLASSES)
-_KINDS = tl.constexpr(prefix_code.KINDS)
+_KINDS = tl.constexpr(alphabets.KINDS)
 _ENTRIES = tl.constexpr(1 << LONGEST)
 _BLOCK_ENTRIES = tl.constexpr(TABLES * 2 << LONGEST)
 _SHORT = tl.constexpr(decode_kernels.SHORT)

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 
 from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.coder import CodedTensor
 from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, CutTileError, extent, grid_of
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.engine.model.accelerator import ALIGNMENT, Workspace, bytes_of, carve
 from vllm_delta_sync.engine.model.decode_triton import (
     BITS,
