@@ -196,7 +196,7 @@ class RebaseTag:
     def keeping(self, version: int) -> Iterator[None]:
         """Tag a version in place of the one tagged before; if the block fails, keep the tag before instead."""
         name = rebase_tag(self._epoch, version)
-        set_tag(self._run(), name, version)
+        set_tag(self._run(), name, version, rebase=True)
         before, self._name = self._name, name
         try:
             yield

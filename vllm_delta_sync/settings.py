@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_delta_sync import admin_token, units
 from vllm_delta_sync.errors import SettingsError, UsageError
@@ -25,10 +25,14 @@ from vllm_delta_sync.urls import check_url, scheme_of
 
 ENV_PREFIX = "DELTA_SYNC_"
 CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
-NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE)
+FOLLOWED = ("DELTA_SYNC_FOLDER", "DELTA_SYNC_VERSION", "DELTA_SYNC_STEP")
+"""What the command after a version of ``delta-sync follow`` is given; it may call delta-sync itself."""
+NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE, *FOLLOWED)
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$"
+HomePath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""A path that may begin with ``~``, which no shell replaces in a file of settings."""
 MAX_CONNECTIONS = 256
 MIN_BYTES_PER_SECOND = 1_000_000
 TIMES = ("_seconds", "_deadline")
@@ -121,17 +125,17 @@ class Settings(StoreOptions):
     """Public key files (`delta-sync keygen`), separated by commas. With them, every document that decides about
     weights must be signed by one of these keys; and an older state than seen before, or another run, is refused. To
     change a key without a stop, name the old one and the new one."""
-    state_dir: Path | None = None
+    state_dir: HomePath | None = None
     """This user's directory, on a disk that outlives the server, for orders given at run time (a hold, a target)
     and, with `trusted_keys`, for what the server has seen of the run. Default: `vllm-delta-sync` in $XDG_STATE_HOME
     or ~/.local/state."""
     expired_head: Literal["warn", "refuse"] = "warn"
     """With `trusted_keys`, when HEAD.json has expired or is missing: its publisher has ended, or newer versions are
     hidden. warn: show it in status and log. refuse: also update to no new version."""
-    notice_key: Path | None = None
+    notice_key: HomePath | None = None
     """File with this server's secret CURVE certificate (`delta-sync keygen PATH --notice`), for encrypted notices;
     requires `notice_server_key`. Only this user may be able to read the file."""
-    notice_server_key: Path | None = None
+    notice_server_key: HomePath | None = None
     """File with the public CURVE certificate of the publisher or broker that notices come from."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight at a commit. keep: continue with the new weights. wait: finish first. abort: abort
@@ -160,7 +164,7 @@ class Settings(StoreOptions):
     rescan_bytes: Annotated[int, Field(ge=0)] = 64 * 1024**2
     """Bytes of weights that each staging also hashes and compares, tensor after tensor in rotation, to detect
     changes from outside. 0: none."""
-    cache_dir: Path | None = None
+    cache_dir: HomePath | None = None
     """This user's directory on a local disk where the ranks and servers of a node share downloads, so that each
     object is downloaded once per node. Default: `vllm-delta-sync` in $XDG_CACHE_HOME or ~/.cache; none for a bucket
     in a directory, which each rank reads itself."""
@@ -181,7 +185,7 @@ class Settings(StoreOptions):
     log_format: Literal["text", "json"] = "text"
     """Form of this project's log lines, on servers and publishers. text: as vLLM's, or the trainer's, logging is
     set up. json: one JSON object per line; vLLM's own lines stay as they are."""
-    admin_token_file: Path | None = None
+    admin_token_file: HomePath | None = None
     """File with the token that state-changing routes require; or set the environment variable
     DELTA_SYNC_ADMIN_TOKEN to the token. Without either, these routes answer loopback only."""
 

@@ -14,9 +14,14 @@ SIZES = {
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:e[0-9]{1,2})?) ?([A-Za-z]*)")
 
 
+LONGEST_SECONDS = 1e9
+"""What longer durations count as: 31 years. Waits of more than 292 years would be refused by Python."""
+
+
 def duration(text: str) -> float | None:
     """Return the seconds that a text means, 0 or more; None if it is no duration."""
-    return _scaled(text, DURATIONS, "s")
+    found = _scaled(text, DURATIONS, "s")
+    return None if found is None else min(found, LONGEST_SECONDS)
 
 
 def byte_count(text: str) -> int | None:

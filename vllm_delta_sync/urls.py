@@ -124,6 +124,11 @@ def local_path(url: str) -> Path:
                 f"bucket URL {url!r} is a path that begins like {misspelled[1].lower()}://; write "
                 f"{misspelled[1].lower()}://…, or ./{url} for a folder of that name"
             )
+        if url.startswith("~"):
+            raise UsageError(
+                f"bucket URL {url!r} begins with ~, which only a shell replaces, and not within quotes; write the "
+                f"whole path, or ./{url} for a folder of that name"
+            )
         return Path(url)
     try:
         parts = urlsplit(url)

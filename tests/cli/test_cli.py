@@ -300,14 +300,34 @@ def test_interrupt_is_130_and_silent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-m", "vllm_delta_sync.cli", "log", "--bucket", GOLDEN]
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (("log", "--bucket", GOLDEN), 0),
+        (("log", "--bucket", "/nowhere", "--json"), 3),
+        (("keygen", ""), 2),
+        (("follow", "--bucket", GOLDEN, "--to", "{out}"), 141),
+    ],
+)
+def test_a_reader_that_goes_away(line: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    """The code says what the command found; of one that was not at its end, that."""
+    command = [sys.executable, "-m", "vllm_delta_sync.cli", *(word.format(out=tmp_path / "out") for word in line)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         assert started.stdout is not None
         assert started.stderr is not None
         started.stdout.close()
-        assert started.stderr.read() == b""
-        assert started.wait(60) == 0
+        assert b"Traceback" not in started.stderr.read()
+        assert started.wait(60) == code
+
+
+def test_output_that_cannot_be_written() -> None:
+    command = f"{sys.executable} -m vllm_delta_sync.cli log --bucket {GOLDEN}"
+    cases = ((">/dev/full", 4, "the output cannot be written"), (">&-", 0, ""), ("2>&-", 0, ""))
+    for redirection, code, said in cases:
+        done = subprocess.run(["/bin/sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_terminal_that_knows_ascii_only() -> None:

@@ -520,6 +520,19 @@ def test_a_folder_of_this_machine_is_not_copied_because_a_run_names_it(chain: Ch
     assert "config.json" in report.missing
 
 
+def test_files_that_users_put_there_stay(chain: Chain, tmp_path: Path) -> None:
+    base, out = tmp_path / "given", tmp_path / "out"
+    base.mkdir()
+    exported(chain, out, 3)
+    for folder, text in ((base, "theirs"), (out, "mine")):
+        (folder / "config.json").write_text(text)
+    for version in (1, 2):
+        report = export(open_run(chain.url), out, version, base=base)
+        assert any("config.json in the folder was not written by an export" in note for note in report.notes)
+        assert (out / "config.json").read_text() == "mine"
+        assert "config.json" not in report.files + report.missing
+
+
 def test_base_supplies_them_later_too(chain: Chain, tmp_path: Path) -> None:
     """What the message asks for: the same command with --base, or files copied in by hand."""
     base, out = tmp_path / "given", tmp_path / "out"

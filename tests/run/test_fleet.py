@@ -63,6 +63,16 @@ def test_all_gone_is_told_by_ones_own_clock_or_by_watching(world: FleetRun) -> N
     assert late.poll()[0].live is False
 
 
+def test_a_store_whose_clock_is_behind(world: FleetRun) -> None:
+    fleet = world.fleet(skew=1000)
+    for version in (1, 2, 3):
+        world.heartbeat("a", version)
+        assert fleet.poll()[0].live is (version > 1), "one that is renewed lives, whatever the clock says"
+        world.bucket.now += 30
+    world.bucket.now += 62
+    assert fleet.poll()[0].live is False
+
+
 def test_wait_is_over_when_every_live_one_is_there(world: FleetRun) -> None:
     world.heartbeat("a", 2)
     with pytest.raises(FleetLateError, match=r"served by 1 of 1 live .*; 1 of 2 replicas have no heartbeat"):

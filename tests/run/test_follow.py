@@ -1,8 +1,11 @@
 """Follow: ``DIR/current`` is always one whole version of the run, as an ordinary checkpoint."""
 
 import json
+import os
 import random
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +337,70 @@ def test_a_current_that_others_changed_is_made_anew(chain: Chain, out: Path) -> 
     assert at(out) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "how"), [("config.json", "removed"), ("", "removed"), ("", "changed"), (EXPORT_NAME, "removed")]
+)
+def test_files_of_current_that_others_touch_while_it_runs(tmp_path: Path, out: Path, name: str, how: str) -> None:
+    """A purge by age removes what hard links keep old; a changed file would be linked or copied on."""
+    chain = Chain(tmp_path, base=True)
+    (tmp_path / "base" / "config.json").write_text("{}")
+    updates = follow(chain.url, out, poll_seconds=0.02, shard_bytes=SHARD_BYTES)
+    first = next(updates)
+    path = first.folder / name if name else next(first.folder.glob("*.safetensors"))
+    if how == "changed":
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        path.unlink()
+    chain.grow()
+    assert next(updates).version == 1
+    assert held(out / "current") == expected(chain.table, chain.bits[1])
+    assert (out / "current" / "config.json").read_text() == "{}"
+    updates.close()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_clock_that_was_set_back(chain: Chain, out: Path, keep: int) -> None:
+    once(chain, out)
+    chain.grow()
+    ahead = once(chain, out, keep=keep)
+    assert ahead is not None
+    later = time.time() + 7200
+    os.utime(ahead.folder, (later, later))
+    for version in (2, 3, 4):
+        chain.grow()
+        once(chain, out, keep=keep)
+        assert at(out) == version
+        assert len(list(out.glob("version-*"))) == keep
+
+
+def test_what_users_put_beside_versions_stays(chain: Chain, out: Path) -> None:
+    for _ in range(3):
+        update = once(chain, out)
+        assert update is not None
+        (out / f"{update.folder.name}-gguf").mkdir()
+        chain.grow()
+    (out / "version-notes").mkdir()
+    once(chain, out)
+    kept = [path.name for path in out.iterdir() if path.name.endswith(("-gguf", "-notes"))]
+    assert len(kept) == 4
+    assert len(list(out.glob("version-*"))) == 4 + 2
+    (out / "current").unlink()
+    (out / "current").mkdir()
+    with pytest.raises(UsageError, match="is no symbolic link"):
+        once(chain, out)
+
+
+def test_no_room_to_remember_what_was_handled(chain: Chain, out: Path, caplog: pytest.LogCaptureFixture) -> None:
+    updates = follow(chain.url, out, poll_seconds=0.02)
+    assert next(updates).version == 0
+    (out / WORK_NAME / "handled").mkdir()  # so that the file cannot be written
+    chain.grow()
+    assert next(updates).version == 1
+    updates.close()
+    assert "handled' cannot be written" in caplog.text
+
+
 def test_no_room(chain: Chain, out: Path) -> None:
     once(chain, out, shard_bytes=10**9)
     chain.grow()
@@ -364,6 +431,9 @@ def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0].startswith("two words 0 ")
     assert lines[1:] == [f"two words 1 {chain.manifests[1].step} {folder}"]
+    chain.grow()
+    # It may call delta-sync.
+    assert delta_sync(*arguments, f"{sys.executable} -m vllm_delta_sync.cli log --bucket {chain.url}").code == 0
 
 
 def test_a_command_that_fails(chain: Chain, out: Path) -> None:

@@ -15,11 +15,13 @@ from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     FormatError,
+    LimitError,
     NotFoundError,
     UsageError,
 )
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import limits
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
@@ -352,6 +354,28 @@ def test_a_run_that_was_replaced_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConflictError):
         collect(run, FEW)
     assert grown.memory.held == held
+
+
+def test_more_than_a_record_lists_goes_in_several_collections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with 65,536 merged deltas, those of some 200,000 versions."""
+    monkeypatch.setattr(limits, "MAX_RANGES", 4)
+    grown = long_run(tmp_path)
+    removed = 0
+    while True:
+        report = collect(grown.run_, FEW)
+        now = len(report.merged_deltas) + len(report.anchors)
+        assert now <= 4
+        removed += now
+        if not any("left for the next collection" in note for note in report.notes):
+            break
+    assert removed > 4
+    monkeypatch.setattr(limits, "MAX_RANGES", 65_536)
+    assert not collect(grown.run_, FEW).merged_deltas
+    spread = long_run(tmp_path)
+    monkeypatch.setattr(limits, "MAX_RANGES", 2)
+    for dry_run in (True, False):
+        with pytest.raises(LimitError, match="keep-every"):
+            collect(spread.run_, RetentionPolicy(keep_last=1, keep_every=5, min_age=0.0), dry_run)
 
 
 def test_policies_that_make_no_sense() -> None:

@@ -160,6 +160,17 @@ def test_what_the_newest_versions_need_is_kept(chain: Chain, out: Path) -> None:
     assert versions(out) == [5, 6]
 
 
+def test_a_folder_that_has_lost_its_files_is_none(chain: Chain, out: Path) -> None:
+    updates = follow(chain.url, out, poll_seconds=0.02, format="slime")
+    assert next(updates).version == 0
+    for path in (out / "weight_v000000").iterdir():
+        path.unlink()
+    chain.grow()
+    assert next(updates).version == 1
+    updates.close()
+    assert rebuilt(out, 1) == expected(chain.table, chain.bits[1])
+
+
 def test_a_version_that_the_gate_refused_is_never_offered(tmp_path: Path, out: Path) -> None:
     chain = MarkedChain(tmp_path)
     once(chain, out)

@@ -3,6 +3,6 @@
 ``main`` is the entry point: it parses, runs one command, prints its ``Report`` and returns the exit code.
 """
 
-from vllm_delta_sync.cli.main import INTERRUPTED, build_parser, main, run
+from vllm_delta_sync.cli.main import CLOSED_PIPE, INTERRUPTED, build_parser, main, run
 
-__all__ = ["INTERRUPTED", "build_parser", "main", "run"]
+__all__ = ["CLOSED_PIPE", "INTERRUPTED", "build_parser", "main", "run"]

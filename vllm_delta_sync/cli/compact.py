@@ -56,6 +56,7 @@ def compact(options: argparse.Namespace) -> Report:
         raise UsageError("--no-merge without --anchor leaves nothing to do; name the version that gets an anchor")
     run = opened(options, writes=not options.dry_run)
     # First check what the arguments name: NotFoundError after that means that the run is damaged.
+    run.head()
     check_base_exists(options.base)
     if anchor is not None:
         anchor = run.resolve(anchor).version

@@ -111,6 +111,8 @@ def report(options: argparse.Namespace) -> Report:
     now = time.time()
     overview = build_overview("report", now, RunView(run, None, now), _servers(options), STATES)
     page, path = report_page(overview), Path(options.to)
+    if not path.name:
+        raise UsageError(f"--to {options.to!r} is a folder; name a file")
     try:
         # Whole, or the old one stays.
         write_atomically(path, page, path.with_name(f".{path.name}.{os.getpid()}"), 0o644)

@@ -90,7 +90,9 @@ def _print(data: dict[str, Any]) -> None:
         ],
     )
     if any(row["kind"] == "unnamed" for row in data["kinds"]):
-        print("unnamed: named by nothing: left by a crash, or being uploaded; gc removes them")
+        print(
+            "unnamed: named by nothing: left by a crash, or being uploaded; gc removes those in objects/ and sidecars/"
+        )
     for row in data["unreadable"]:
         print(clean(f"unreadable, so what it names counts as unnamed: {row['key']}: {row['reason']}"))
     if data["last"]:

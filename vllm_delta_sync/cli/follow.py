@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -24,6 +25,7 @@ from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_event, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
 from vllm_delta_sync.run.run_reader import MOVING
+from vllm_delta_sync.settings import FOLLOWED
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow_folder import FollowedVersion
@@ -77,6 +79,8 @@ def follow(options: argparse.Namespace) -> Report:
     from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
     from vllm_delta_sync.maintenance.follow import follow
 
+    # The first process of a container ignores SIGTERM unless it says what to do.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     on_update = [] if options.on_update is None else _split(options.on_update)
     rows: list[dict[str, Any]] = []
     failed: IncompleteError | None = None
@@ -118,11 +122,7 @@ def _split(command: str) -> list[str]:
 
 def _run(command: list[str], update: "FollowedVersion") -> IncompleteError | None:
     """Run the command for a version; report and return its failure."""
-    variables = {
-        "DELTA_SYNC_FOLDER": str(update.folder),
-        "DELTA_SYNC_VERSION": str(update.version),
-        "DELTA_SYNC_STEP": str(update.step),
-    }
+    variables = dict(zip(FOLLOWED, map(str, (update.folder, update.version, update.step)), strict=True))
     try:
         code = subprocess.run(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL).returncode
         problem = f"ended with exit code {code}" if code else None

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from inspect import getdoc
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from vllm_delta_sync import __version__
 from vllm_delta_sync.cli import (
@@ -44,10 +44,11 @@ from vllm_delta_sync.cli.arguments import FLAGS
 from vllm_delta_sync.cli.command import Report
 from vllm_delta_sync.cli.serve import before_dashes, split_serve
 from vllm_delta_sync.cli.text import print_error, print_json
-from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError, StoreError, UsageError
 from vllm_delta_sync.settings import client_settings
 
 INTERRUPTED = 130
+CLOSED_PIPE = 141
 
 COMMANDS = (
     serve.serve, publish.publish, log.log, inspect.inspect, du.du, diff.diff, stats.stats, dashboard.dashboard,
@@ -160,15 +161,37 @@ def run(arguments: Sequence[str]) -> int:
             report: Report = options.spec.run(options)
     except DeltaSyncError as error:
         report = Report(error=error)
-    if as_json:
-        if report.data is not None or report.error is not None:
-            print_json(command, report.data, report.error)
-    elif report.show is not None:
-        report.show(report.data)
-    elif report.error is not None:
-        print_error(report.error)
-    sys.stdout.flush()
-    return 0 if report.error is None else report.error.exit_code
+    code = 0 if report.error is None else report.error.exit_code
+    try:
+        if as_json:
+            if report.data is not None or report.error is not None:
+                print_json(command, report.data, report.error)
+        elif report.show is not None:
+            report.show(report.data)
+        elif report.error is not None:
+            print_error(report.error)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough; what was done, or found, is as it is.
+        discard_output()
+    except OSError as error:  # a full disk
+        discard_output(sys.stdout)
+        failed = StoreError(f"the output cannot be written: {error.strerror}")
+        print_error(failed)
+        return code or failed.exit_code
+    return code
+
+
+def discard_output(*streams: TextIO) -> None:
+    """Write to nowhere what is still printed to streams, by default both: Python would report a failure at exit again.
+
+    A stream that was closed when the process began is None, and stays so.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams or (sys.stdout, sys.stderr):
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())
 
 
 def main() -> int:
@@ -194,16 +217,17 @@ def main() -> int:
 
     exit codes:
       0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network,
-      5 another writer, 130 interrupted
+      5 another writer, 130 interrupted, 141 output closed
     """
     for stream in (sys.stdout, sys.stderr):
-        # Escape characters that the terminal's encoding lacks, instead of failing.
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        if stream is not None:
+            # Escape characters that the terminal's encoding lacks, instead of failing.
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         return run(sys.argv[1:])
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe. Python would report it again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        # A command that reports as it goes on: not done, so not 0.
+        discard_output()
+        return CLOSED_PIPE

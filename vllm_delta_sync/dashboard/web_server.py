@@ -32,9 +32,10 @@ class DashboardServer(ThreadingHTTPServer):
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             super().__init__((host, port), _Handler)
-        except OSError as error:
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise UsageError(
-                f"cannot listen at {_bracketed(host)}:{port}: {error.strerror}; name another --host or --port"
+                f"cannot listen at {_bracketed(host)}:{port}: {reason}; name another --host or --port"
             ) from error
 
     @property

@@ -120,7 +120,8 @@ class Fleet:
         self._run = run
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
         self._store = StoreClock(monotonic)
-        self._seen: dict[str, tuple[ObjectInfo, float]] = {}
+        # By key: the object, since when it is as it is, and whether it replaced another one while this process watched.
+        self._seen: dict[str, tuple[ObjectInfo, float, bool]] = {}
         self._known: dict[ObjectInfo, StoredHeartbeat] = {}
         self.replicas: list[Replica] = []
         self.ignored: list[str] = []
@@ -154,16 +155,18 @@ class Fleet:
         for stored in found.stored:
             before = seen.get(stored.info.key)
             if before is None or before[0] != stored.info:
-                before = stored.info, self._monotonic()
+                before = stored.info, self._monotonic(), before is not None
             self._seen[stored.info.key] = before
         self.replicas = sorted((self._replica(stored, now) for stored in found.stored), key=lambda item: item.receiver)
         self.ignored = found.ignored
         return self.replicas
 
     def _replica(self, stored: StoredHeartbeat, now: float) -> Replica:
-        unchanged_seconds = self._monotonic() - self._seen[stored.info.key][1]
-        # The store truncates times to whole seconds.
-        expired = now >= stored.expires + 1 or unchanged_seconds >= stored.expires - stored.modified + 1
+        _, since, renewed = self._seen[stored.info.key]
+        unchanged_seconds = self._monotonic() - since
+        # The store truncates times to whole seconds, and this machine's clock may be ahead of the store's.
+        expired = unchanged_seconds >= stored.expires - stored.modified + 1
+        expired = expired or (now >= stored.expires + 1 and not renewed)
         live = not expired and stored.heartbeat.state != LEFT
         return Replica(stored.heartbeat, live, max(0.0, unchanged_seconds, now - stored.modified), stored.expires)
 

@@ -175,8 +175,11 @@ def export(
             restore(source, manifest, base, progress=progress, scratch=work, room=lambda _: weights.create(made))
             weights.finish(made)
             kept = set()
-        report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
         others = {path.name for path in target.iterdir() if path.is_file()} - _exported_names(target, work)
+        for name in sorted(others & small.keys()):
+            notes.append(f"{name} in the folder was not written by an export, and stays as it is")
+            del small[name]
+        report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
         report.missing = missing_files({*report.files, *others})
         for name, data in {**small, EXPORT_NAME: ExportRecord.of(manifest, report.files).to_bytes()}.items():
             there = target / name

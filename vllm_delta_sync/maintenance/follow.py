@@ -6,13 +6,16 @@ are copies in which the changes are applied. No file of a finished version is ev
 them.
 """
 
+import errno
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.client import Run, Version, open_run
@@ -43,6 +46,7 @@ logger = guarded_logger(__name__)
 CURRENT_NAME = "current"
 """The symbolic link to the folder of the newest version."""
 FOLDER_PREFIX = "version-"
+_FOLDER = re.compile(rf"{FOLDER_PREFIX}[0-9]{{1,10}}-[0-9a-f]{{8}}(-[0-9]+)?")
 _LINK = "link"
 
 FORMATS = ("checkpoint", "slime", "slime-full")
@@ -124,6 +128,9 @@ def follow(
                     if run is None:
                         run = stack.enter_context(open_run(url, keyring, store, place.objects))
                     update = place.update(run, version)
+                    if update is not None:
+                        yield update
+                        place.mark_handled(update)
                 except (DataError, StoreError) as error:
                     if once:
                         raise
@@ -132,9 +139,6 @@ def follow(
                     refused = error.message
                 else:
                     refused = ""
-                    if update is not None:
-                        yield update
-                        place.mark_handled(update)
                     if once:
                         return
                 stopped.wait(poll_seconds)
@@ -146,8 +150,7 @@ class _Folder(FollowedFolder):
     """A folder whose ``current`` links to one whole version."""
 
     foreign = "weight_v*"
-    # Of the weights in the current folder, per tensor id: measured once, then moved along with the changes.
-    _measured: tuple[Path, list[Fingerprint]] | None = None
+    _measured: "_MeasuredFolder | None" = None
 
     def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
         current = self._current()
@@ -163,7 +166,7 @@ class _Folder(FollowedFolder):
             return FollowedVersion(current[0], target.version, target.step, target.digest, 0, [], 0.0)
         made, read_bytes, linked = self._make(run, current, target)
         self._switch_to(made)
-        self._remove(self._folders()[self._keep :])
+        self._remove([folder for folder in self._folders() if folder != made][self._keep - 1 :])
         seconds = time.monotonic() - began
         return FollowedVersion(made, target.version, target.step, target.digest, read_bytes, linked, seconds)
 
@@ -173,10 +176,15 @@ class _Folder(FollowedFolder):
 
     def _current(self) -> tuple[Path, ExportRecord] | None:
         """Return what ``current`` links to, and the record there; None if there is none, or it is damaged."""
+        link = self.path / CURRENT_NAME
         try:
-            folder = self.path / (self.path / CURRENT_NAME).readlink().name
+            folder = self.path / link.readlink().name
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise UsageError(f"{str(link)!r} is no symbolic link, so follow did not make it; move it away") from error
         record = read_record(folder)
         return None if record is None or not record.manifest else (folder, record)
 
@@ -214,15 +222,15 @@ class _Folder(FollowedFolder):
             for note in notes:
                 logger.warning("%s", note)
         files.finish(new)
-        names = sorted({*files_in(new), EXPORT_NAME})
-        write_file(new / EXPORT_NAME, ExportRecord.of(target, names).to_bytes())
+        record = ExportRecord.of(target, sorted({*files_in(new), EXPORT_NAME}))
+        write_file(new / EXPORT_NAME, record.to_bytes())
         sync_folder(new)
         name, number = f"{FOLDER_PREFIX}{target.version}-{target.digest[:8]}", 1
         while (folder := self.path / (name if number == 1 else f"{name}-{number}")).exists():
             number += 1
         os.rename(new, folder)
         sync_folder(self.path)
-        self._measured = folder, fingerprints
+        self._measured = _MeasuredFolder(folder, _file_states(folder, record), fingerprints)
         return folder, read_bytes, linked
 
     def _advance(
@@ -256,9 +264,17 @@ class _Folder(FollowedFolder):
         return None
 
     def _fingerprints(self, run: Run, folder: Path, record: ExportRecord) -> list[Fingerprint] | None:
-        """Return the fingerprint of each tensor in a version's folder, measured once; None if it is damaged."""
-        if self._measured is not None and self._measured[0] == folder:
-            return self._measured[1]
+        """Return the fingerprint of each tensor in a version's folder; None if it is damaged, or lacks a file.
+
+        They are measured once, then moved along with the changes, and measured again if a file was changed since.
+        """
+        try:
+            states = _file_states(folder, record)
+        except OSError as error:
+            logger.warning("%s is not used: %s: %s", folder, error.filename, error.strerror)
+            return None
+        if self._measured is not None and (self._measured.folder, self._measured.states) == (folder, states):
+            return self._measured.fingerprints
         try:
             files = WeightFiles(run.table, self._shard_bytes)
             found: dict[int, Fingerprint] = {}
@@ -271,22 +287,43 @@ class _Folder(FollowedFolder):
         if sum(found.values(), Fingerprint()).hex() != record.fingerprint:
             logger.warning("%s is not used: its weights are not those of version %s", folder, record.version)
             return None
-        self._measured = folder, [found[tensor] for tensor in range(len(run.table))]
-        return self._measured[1]
+        self._measured = _MeasuredFolder(folder, states, [found[tensor] for tensor in range(len(run.table))])
+        return self._measured.fingerprints
 
     def _folders(self) -> list[Path]:
         """Return the folders of versions, the newest first."""
-        found = [path for path in self.path.glob(f"{FOLDER_PREFIX}*") if path.is_dir() and not path.is_symlink()]
+        found = [path for path in self.path.iterdir() if _FOLDER.fullmatch(path.name)]
+        found = [path for path in found if path.is_dir() and not path.is_symlink()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
     def _switch_to(self, folder: Path) -> None:
-        os.utime(folder)  # it is now the newest
+        # It is now the newest, also if the clock was set back.
+        newest = max(path.stat().st_mtime_ns for path in self._folders())
+        moment = max(time.time_ns(), newest + 1)
+        os.utime(folder, ns=(moment, moment))
         link = self._work / _LINK
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         os.replace(link, self.path / CURRENT_NAME)
         sync_folder(self.path)
         shutil.rmtree(self._work / OBJECTS, ignore_errors=True)
+
+
+_FileState = tuple[int, int, int]
+
+
+class _MeasuredFolder(NamedTuple):
+    """A version's folder: the state of its files when its tensors had these fingerprints, per tensor id."""
+
+    folder: Path
+    states: list[_FileState]
+    fingerprints: list[Fingerprint]
+
+
+def _file_states(folder: Path, record: ExportRecord) -> list[_FileState]:
+    """Return the inode, size and time in nanoseconds of each file of a version. Raises OSError: one is missing."""
+    found = [(folder / name).stat() for name in record.files]
+    return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in found]
 
 
 class _NextWeights:

@@ -67,6 +67,7 @@ class FollowedFolder(ABC):
         self._work = path / WORK_NAME
         self.objects = ObjectCache(self._work / OBJECTS, _UNLIMITED)
         self._base, self._shard_bytes, self._keep, self._progress = base, shard_bytes, keep, progress
+        self._last_handled: str | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -131,10 +132,17 @@ class FollowedFolder(ABC):
         """As ``update``. Args: target: the version. version: what was asked for. began: by the monotonic clock."""
 
     def mark_handled(self, update: FollowedVersion) -> None:
-        """Remember that the caller has handled a version, so that it is not yielded again."""
+        """Remember that the caller has handled a version, so that it is not yielded again.
+
+        Raises:
+            StoreError: the disk failed; the version is yielded again after a restart.
+        """
+        self._last_handled = update.manifest
         write_file(self._work / _HANDLED, update.manifest.encode())
 
     def _handled(self) -> str | None:
+        if self._last_handled is not None:
+            return self._last_handled
         try:
             return (self._work / _HANDLED).read_text()
         except FileNotFoundError:

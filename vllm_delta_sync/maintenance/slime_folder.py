@@ -97,9 +97,9 @@ class SlimeFolder(FollowedFolder):
     # What is there
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """Return number and path of each version, the oldest first."""
+        """Return number and path of each version, the oldest first. A folder that has lost its index is none."""
         found = [(int(match[1]), path) for path in self.path.iterdir() if (match := FOLDER.fullmatch(path.name))]
-        return sorted(found)
+        return sorted((number, path) for number, path in found if (path / INDEX_NAME).is_file())
 
     def _current(self) -> tuple[Path, ExportRecord] | None:
         """Return the newest folder and the record there; None if there is none."""
@@ -202,7 +202,9 @@ class SlimeFolder(FollowedFolder):
         names = sorted({*files_in(new), EXPORT_NAME})
         write_file(new / EXPORT_NAME, ExportRecord.of(manifest, names).to_bytes())
         sync_folder(new)
-        os.rename(new, self.path / folder_name(manifest.version))
+        folder = self.path / folder_name(manifest.version)
+        self._remove([folder] if folder.exists() else [])  # what is left of one that has lost its index
+        os.rename(new, folder)
         sync_folder(self.path)
         self._held = manifest.digest, state
 

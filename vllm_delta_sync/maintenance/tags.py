@@ -7,7 +7,7 @@ retention.json announces. So one of the two sees the other: the version is kept,
 
 import re
 
-from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError
+from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Tag, tag_key
@@ -35,20 +35,24 @@ def set_tag(
     version: int | str | None = None,
     milestone: bool = False,
     branch: str | None = None,
+    rebase: bool = False,
 ) -> Tag:
     """Tag a version; an existing tag of that name moves to it.
 
     Args:
         version: a number, ``tag:NAME``, or None for the head. milestone: whether the version gets an anchor.
         branch: for the tag of a branch, the URL of the run that needs the version.
+        rebase: whether it is a ``rebase_tag``, which the next publisher removes.
 
     Raises:
-        UsageError: the name is not valid. NotFoundError: no such version, or it was removed; the tag is unchanged.
-        ConflictError: a branch needs the tag of that name. ChainError: the version's manifest was altered; or, without
-        trusted keys, the manifest after it is unreadable, which alone shows that. The tag's digest would be wrong once
-        the manifest is repaired. StoreError: the store failed.
+        UsageError: the name is not valid, or is that of a ``rebase_tag``. NotFoundError: no such version, or it was
+        removed; the tag is unchanged. ConflictError: a branch needs the tag of that name. ChainError: the version's
+        manifest was altered; or, without trusted keys, the manifest after it is unreadable, which alone shows that. The
+        tag's digest would be wrong once the manifest is repaired. StoreError: the store failed.
     """
     key = tag_key(name)
+    if not rebase and rebase_epoch(name) is not None:
+        raise UsageError(f"tag {name!r} has a name that publishers use and remove; choose another")
     before = _stored(run, key)
     try:
         branch_url = None if before is None else Tag.from_bytes(before, key).branch

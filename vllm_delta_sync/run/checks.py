@@ -144,11 +144,14 @@ def check_bits(manifest: Manifest | Anchor, spec: TensorSpec, bits: Bits) -> Non
 
 def check_base_exists(base: str | Path | None) -> None:
     """Raise NotFoundError if ``base`` is given and is not a directory, URL or public model, even if not needed."""
-    if base is None or "://" in str(base) or names_model(base) or Path(base).is_dir():
-        return
+    try:
+        if base is None or "://" in str(base) or names_model(base) or Path(base).is_dir():
+            return
+    except OSError:  # a name that is too long
+        pass
     raise NotFoundError(
-        f"base {str(base)!r} is not a directory here; pass the checkpoint that the run started from, or leave base "
-        "out to use the recorded one"
+        f"base {str(base)[:200]!r} is not a directory here; pass the checkpoint that the run started from, or leave "
+        "base out to use the recorded one"
     )
 
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
+from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError, UsageError
 
 PUBLIC_SUFFIX = ".pub"
 MAX_KEY_BYTES = 16_384
@@ -88,7 +88,10 @@ def write_pair(path: Path, secret: bytes, public: bytes) -> None:
 
     Raises:
         ConflictError: one of the files exists already; neither is touched. StoreError: they cannot be written.
+        UsageError: ``path`` names a folder.
     """
+    if not path.name:
+        raise UsageError(f"the key's path {str(path)!r} is a folder; name a file")
     created: list[Path] = []
     try:
         for file_path, content, mode in (

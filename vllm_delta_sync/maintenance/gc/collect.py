@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.base import exists, has_content
-from vllm_delta_sync.errors import ConflictError, NotFoundError
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats
+from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import (
     HEARTBEATS_PREFIX,
@@ -114,7 +115,8 @@ class _Collector:
         record = self._run.retention()
         found = survey(self._run, record=record)
         at = time.time() if now is None else now
-        planned = plan_collection(found, self._policy, at, record)
+        planned = self._plan(found, at, record)
+        self._record(found, planned)
         removals = [*_planned_removals(planned), *self._stale_heartbeats(found.heartbeats, at)]
         return self._report(found, planned, removals, True)
 
@@ -132,12 +134,12 @@ class _Collector:
     def _collect(self, at: float) -> CollectionReport:
         record = self._run.retention()
         found = survey(self._run, record=record)
-        planned = plan_collection(found, self._policy, at, record)
+        planned = self._plan(found, at, record)
         written = self._record(found, planned)
         self._announce(written)
         # Every tag set from here on is checked against what was just written.
         found = survey(self._run, found, record)
-        again = plan_collection(found, self._policy, at, record)
+        again = self._plan(found, at, record)
         again.documents = _in_both(planned.documents, again.documents)
         again.objects = _in_both(planned.objects, again.objects)
         again.sidecars = _in_both(planned.sidecars, again.sidecars)
@@ -150,6 +152,19 @@ class _Collector:
         removed = self._remove(removals, found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
+
+    def _plan(self, found: RunContents, at: float, record: Retention | None) -> CollectionPlan:
+        """Return what to remove, of which retention.json can announce all documents."""
+        planned = plan_collection(found, self._policy, at, record)
+        planned.left = set(sorted(planned.documents)[limits.MAX_RANGES :])
+        if planned.left:
+            for document in found.documents():
+                if document.key in planned.left:
+                    del planned.documents[document.key]
+                    for key, _ in document.refs:
+                        planned.objects.pop(key, None)
+            planned.notes.append(f"{len(planned.left):,} anchors and merged deltas are left for the next collection")
+        return planned
 
     def _stale_heartbeats(self, heartbeats: Heartbeats, now: float) -> list[ObjectInfo]:
         """Return heartbeats that expired a day ago or more, and at least ``min_age`` ago."""
@@ -176,12 +191,18 @@ class _Collector:
             )
 
     def _record(self, found: RunContents, planned: CollectionPlan) -> Retention:
+        gone, kept = ranges(_gone(found, planned)), ranges(reachable(found, planned) | planned.lost.keys())
+        if max(len(gone), len(kept)) > limits.MAX_RANGES:
+            raise LimitError(
+                f"{len(kept):,} separate ranges of versions would be kept, and {RETENTION_KEY} lists at most "
+                f"{limits.MAX_RANGES:,}; keep fewer (a larger --keep-every, or none)"
+            )
         return Retention(
             run=self._run.info.run,
-            gone=ranges(_gone(found, planned)),
+            gone=gone,
             going=sorted(planned.documents),
             head=found.head,
-            kept=ranges(reachable(found, planned) | planned.lost.keys()),
+            kept=kept,
             created_at=timestamp(),
         )
 

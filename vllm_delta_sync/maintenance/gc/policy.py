@@ -60,7 +60,7 @@ class CollectionPlan:
     Attributes:
         kept: version → reasons; each can be rebuilt now and afterwards.
         lost: version → reasons; wanted, but cannot be rebuilt now.
-        documents, objects, sidecars: to remove, by key.
+        documents, objects, sidecars: to remove, by key. left: documents for the next collection to remove.
         missing: versions that lack objects and that no wanted version needs.
         notes: for the operator. staying: one line for each reason why stored objects stay.
     """
@@ -69,6 +69,7 @@ class CollectionPlan:
     lost: dict[int, list[str]] = field(default_factory=dict)
     staying: list[str] = field(default_factory=list)
     documents: dict[str, ObjectInfo] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     sidecars: dict[str, ObjectInfo] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
@@ -88,12 +89,13 @@ def plan_collection(
 
 def reachable(found: RunContents, planned: CollectionPlan) -> set[int]:
     """Return the versions that can be rebuilt after the planned removals."""
-    left = [
+    removed = planned.documents.keys() | planned.left
+    stays = [
         document
         for document in found.documents()
-        if document.key not in planned.documents and not any(key in planned.objects for key, _ in document.refs)
+        if document.key not in removed and not any(key in planned.objects for key, _ in document.refs)
     ]
-    return set(graph_of(left).ways().last)
+    return set(graph_of(stays).ways().last)
 
 
 class _Planner:
