@@ -35,6 +35,7 @@ from vllm_delta_sync.errors import (
     DataError,
     DeltaSyncError,
     FormatError,
+    GateError,
     ModelError,
     NotFoundError,
     PublishError,
@@ -253,6 +254,15 @@ class PublishedCheckpoint:
     reason: str = ""
 
 
+_NOT_FOR_FOLDERS = {
+    "every": "each checkpoint is published",
+    "budget": "what it would hold back of the last checkpoint could never follow",
+    **dict.fromkeys(
+        ("include", "exclude", "rename", "parts"), "all tensors of a folder are published, under its names"
+    ),
+}
+
+
 class CheckpointPublisher:
     """Publishes checkpoint folders as versions of one run; the baseline is on disk (``Publisher(baseline="disk")``).
 
@@ -274,11 +284,16 @@ class CheckpointPublisher:
         Args:
             bucket: URL of a run.
             base: checkpoint that servers start from: a folder, or a public model as ``org/name@revision``.
-            options: of ``Publisher``, such as ``codec``, ``notice`` and ``signing_key``.
+            options: of ``Publisher``, such as ``codec``, ``notice`` and ``signing_key``, but not ``every``, ``budget``
+                and what chooses tensors.
 
         Raises:
-            As ``open_run``, except that there need not be a run; and as ``Publisher`` for ``expect_run``.
+            UsageError: one of these is given. As ``open_run``, except that there need not be a run; and as
+            ``Publisher`` for ``expect_run``.
         """
+        for name, reason in _NOT_FOR_FOLDERS.items():
+            if name in options:
+                raise UsageError(f"{name}= is given, but {reason}; leave it out")
         self._url, self.base, self._options = bucket, base, {"baseline": "disk", **options}
         checked = PublisherOptions(bucket, base, **self._options)
         checked.load_keys()
@@ -655,7 +670,7 @@ class CheckpointWatcher:
         record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
         try:
             result = self._publisher.publish(checkpoint, step, {SIDECAR: record.model_dump_json().encode()})
-        except (IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
+        except (GateError, IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
             self._refuse(found, error)
             return None
         except DataError as error:

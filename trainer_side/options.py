@@ -253,6 +253,12 @@ class PublisherOptions(Checked):
             raise UsageError(
                 "expect_run is given with resume=False, which refuses every existing run; leave out one of the two"
             )
+        if self.notice is None and (self.notice_key is not None or self.notice_allowed is not None):
+            raise UsageError(
+                "notice_key or notice_allowed is given without notice=, so no notices are sent: give it too"
+            )
+        if self.on_version is not None and not callable(self.on_version):
+            raise UsageError(f"on_version is a {type(self.on_version).__name__}; give a function")
         self.selection = Selection(self.include, self.exclude, self.rename)
 
     def load_keys(self) -> None:
@@ -317,7 +323,7 @@ def set_log_format() -> None:
 def check_step(step: int) -> int:
     """Return the optimizer step as an int; raise UsageError if it is invalid."""
     number = _integer(step)
-    if not 0 <= number < 2**53:
+    if isinstance(step, bool) or not 0 <= number < 2**53:
         raise UsageError(f"step is {step!r}; give the optimizer step as an integer from 0 to 2^53 - 1")
     return number
 

@@ -27,14 +27,14 @@ from trainer_side.options import (
     takes_options,
 )
 from trainer_side.ranks.given_parts import GivenParts
-from trainer_side.result import PublisherStatus, PublishResult, Stopwatch
+from trainer_side.result import NEVER, Deadline, PublisherStatus, PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
 from trainer_side.session import PublishSession, agreed_options, ranks_of
 from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import PublishTimeoutError, UsageError
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
@@ -216,7 +216,7 @@ class Publisher:
         """Publish the current weights as the next version.
 
         Without ``wait`` it never waits for the store: what needs the store is done in the background, and a call
-        meanwhile is skipped.
+        meanwhile is skipped. Calls of several threads take turns: it waits for one that waits.
 
         Args:
             step: optimizer step, at least 0; it may repeat or decrease.
@@ -232,7 +232,7 @@ class Publisher:
             exact: send all changes, also those that the ``budget`` held back; waits like ``wait``, and ignores
                 ``every``. Elements of tensors that ``weights`` lacks stay held back. Without a budget it changes
                 nothing: every version is exact. Ranks that publish together give the same.
-            timeout: maximum seconds to ``wait``; None means no limit.
+            timeout: maximum seconds to ``wait``, and for calls of other threads; None means no limit.
 
         Returns:
             The result, after the comparison; reading some of its fields waits for the background thread.
@@ -247,11 +247,17 @@ class Publisher:
                 too large or has an invalid name.
         """
         watch = Stopwatch()
-        pairs = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
+        deadline = Deadline(timeout)
+        try:
+            pairs = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
+        except TypeError as error:
+            raise UsageError(
+                f"weights= is a {type(weights).__name__}; give a mapping, or pairs of checkpoint names and tensors"
+            ) from error
         interrupted = False
         try:
-            with self._open() as session:
-                return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, timeout)
+            with self._open(deadline) as session:
+                return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, deadline.left)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -282,17 +288,19 @@ class Publisher:
             PublishError, ConflictError: a version could not be made durable.
             PublishTimeoutError: that is not known after ``timeout`` seconds; it goes on in the background.
         """
-        with self._open() as session:
-            session.wait_durable(timeout)
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
+            session.wait_durable(deadline.left)
 
-    def finish(self, timeout: float = CLOSE_SECONDS) -> None:
+    def finish(self, timeout: float | None = CLOSE_SECONDS) -> None:
         """Leave the run at the weights of the last ``publish``, as ``close`` does, and stay open.
 
         Raises:
             PublishError, GateError, ConflictError: as ``close``.
         """
-        with self._open() as session:
-            session.publish_last(timeout)
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
+            session.publish_last(deadline.left)
 
     def rebase(self, version: int, timeout: float | None = None) -> None:
         """Build the next version on an older one instead of the newest; version numbers continue.
@@ -305,9 +313,10 @@ class Publisher:
             PublishError, ConflictError: as ``flush``. DeltaSyncError: the version cannot be rebuilt; the next publish
                 builds on the same version as before this call.
         """
-        with self._open() as session:
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
             number = session.check_same_arguments("version", lambda: check_version(version))
-            session.call(lambda: self._committer.rebase(number), timeout)
+            session.call(lambda: self._committer.rebase(number), deadline.left)
 
     def rescan(self, timeout: float | None = None) -> list[str]:
         """Compare the whole baseline in memory with what was published, and repair differences from the bucket.
@@ -320,8 +329,9 @@ class Publisher:
         Raises:
             PublishError: they cannot be repaired now. Other errors as ``flush``.
         """
-        with self._open() as session:
-            return session.call(self._committer.rescan, timeout)
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
+            return session.call(self._committer.rescan, deadline.left)
 
     def anchor(self, timeout: float | None = None) -> int:
         """Write a standalone anchor from memory: it helps readers, and replaces what the bucket has lost.
@@ -334,8 +344,9 @@ class Publisher:
         Raises:
             StoreError: it could not be stored. PublishError: the baseline is damaged. Other errors as ``flush``.
         """
-        with self._open() as session:
-            return session.call(self._committer.write_anchor, timeout)
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
+            return session.call(self._committer.write_anchor, deadline.left)
 
     def tag(
         self, name: str, version: int | None = None, milestone: bool = False, timeout: float | None = None
@@ -357,9 +368,10 @@ class Publisher:
         def checked_arguments() -> list[str | int | bool | None]:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
 
-        with self._open() as session:
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
             session.check_same_arguments("tag", checked_arguments)
-            session.wait_durable(timeout)
+            session.wait_durable(deadline.left)
             number = self.version if version is None else check_version(version)
             run = self._committer.run
             text: str = self._ranks.caller.from_rank0(
@@ -387,9 +399,10 @@ class Publisher:
         """
         from vllm_delta_sync.fleet.fleet import Fleet
 
-        with self._open() as session:
+        deadline = Deadline(timeout)
+        with self._open(deadline) as session:
             if version is None:
-                session.wait_durable(timeout)
+                session.wait_durable(deadline.left)
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
@@ -468,12 +481,22 @@ class Publisher:
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
     @contextmanager
-    def _open(self) -> Iterator[PublishSession]:
-        """Take the lock for one call; raise UsageError if the publisher is closed."""
-        with self._lock:
+    def _open(self, deadline: Deadline = NEVER) -> Iterator[PublishSession]:
+        """Take the lock for one call.
+
+        Raises:
+            UsageError: the publisher is closed. PublishTimeoutError: a call of another thread has not ended in time.
+        """
+        # Ranks that publish together would wait for one that gave up.
+        left = deadline.left if self._ranks.alone else None
+        if not self._lock.acquire(timeout=-1 if left is None else left):
+            raise PublishTimeoutError(f"a call of another thread has not ended within {deadline}; this one did nothing")
+        try:
             if self._closed:
                 raise UsageError("the publisher is closed; make a new one with a new run URL")
             yield self._session
+        finally:
+            self._lock.release()
 
 
 def _end_unclosed(background: BackgroundThread, writer: RunWriter, resources: ExitStack) -> None:

@@ -290,3 +290,6 @@ class Deadline:
 
     def __str__(self) -> str:
         return "any time" if self._seconds is None else f"{self._seconds:g} s"
+
+
+NEVER = Deadline(None)

@@ -124,6 +124,8 @@ class PublishSession:
         # The last job submitted. The thread does one after another, so that all are done once this one is.
         self._under_way: BackgroundJob | None = None
         self._recovery: BackgroundJob | None = None
+        # The job of a call that had not ended within its timeout.
+        self._overdue: BackgroundJob | None = None
         self.record = PublishRecord(committer.newest)
 
     def publish(
@@ -211,7 +213,7 @@ class PublishSession:
         self._last = LastCall(step, weights is not None, result.version, progress)
         return result
 
-    def publish_last(self, seconds: float) -> None:
+    def publish_last(self, seconds: float | None) -> None:
         """Bring the run to the weights of the last call, and what a budget held back of them; wait until it is durable.
 
         A call that was skipped or has failed is made up for with the weights that the model has now. While the store
@@ -238,13 +240,13 @@ class PublishSession:
                 raise self._not_published(latest, failed, deadline)
             if self._progress is not None:
                 self._progress.error_raised = True
-            self._recovery = None
+            self._recovery = self._overdue = None
             if problem is not None:
                 if not told:
                     logger.warning("the last weights are not durable yet, trying again for %s: %s", deadline, problem)
                 told = True
                 attempts += not (isinstance(problem, UncertainError) or isinstance(problem.__cause__, StoreError))
-                time.sleep(min(pause, deadline.left or 0.0))
+                time.sleep(pause if deadline.left is None else min(pause, deadline.left))
                 pause = min(2 * pause, 10.0)
             if dirty:
                 self._submit_recovery()
@@ -279,7 +281,7 @@ class PublishSession:
             return True
         logger.warning(
             "version %d, the last one, is not exact: %s. This publisher gets its weights with each call: give the "
-            "last one exact=True", newest.version, newest.held_back.summary(),
+            "last one exact=True, or the budget exact_every", newest.version, newest.held_back.summary(),
         )  # fmt: skip
         return False
 
@@ -346,13 +348,15 @@ class PublishSession:
         """Return what ``work`` does in the background thread; until it ends, nothing else touches the baseline.
 
         Raises:
-            PublishTimeoutError: ``timeout`` seconds have passed; ``work`` goes on, and later calls wait for it.
+            PublishTimeoutError: ``timeout`` seconds have passed; ``work`` goes on, later calls wait for it, and one
+                raises its error.
         """
         deadline = Deadline(timeout)
         self.wait_durable(timeout)
         found: list[_Value] = []
         job = self._submit(BackgroundJob(), lambda: found.append(work()))
         if not job.join(deadline.left):
+            self._overdue = job
             raise _late("this call is not done", deadline)
         if job.error is not None:
             raise job.error
@@ -406,6 +410,11 @@ class PublishSession:
         recovery, progress, stopped = self._recovery, self._progress, self._committer.stopped
         if stopped is None and recovery is not None and recovery.done and recovery.error is not None:
             return as_publish_error(recovery.error)
+        overdue = self._overdue
+        if stopped is None and overdue is not None and overdue.done and overdue.error is not None:
+            error = PublishError(f"the call before, which was not done within its timeout, has failed: {overdue.error}")
+            error.__cause__ = overdue.error
+            return error
         if progress is not None and progress.done and not progress.error_raised and progress.failure is not None:
             return progress.failure
         return None if stopped is None else type(stopped)(stopped.message)
@@ -417,6 +426,10 @@ class PublishSession:
                 self._progress.error_raised = True
             if self._recovery is not None and self._recovery.done:
                 self._recovery = None
+            if self._overdue is not None and self._overdue.done:
+                self._overdue = None
+            if isinstance(problem, GateError) and self._last is not None and self._last.handed:
+                self._last = None  # refused for what was handed over, so it is not missed at the end
             raise problem
 
     def _diff(self, weights: Weights | None) -> PendingDelta:
@@ -490,7 +503,8 @@ _ATTEMPTS = 3
 
 def _late(what: str, deadline: Deadline) -> PublishTimeoutError:
     return PublishTimeoutError(
-        f"{what} within {deadline}: the store has not answered yet; nothing is lost, it goes on in the background"
+        f"{what} within {deadline}: the store has not answered yet; it goes on in the background, and the next call "
+        "says if it fails"
     )
 
 

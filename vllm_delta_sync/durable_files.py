@@ -4,13 +4,20 @@ import errno
 import fcntl
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_ACQUIRED: set[tuple[int, str]] = set()
+"""Process and lock file of what ``StateFile.acquire`` has locked."""
+_ACQUIRING = threading.Lock()
 
 
 class StateFile:
@@ -33,7 +40,7 @@ class StateFile:
         self._max_bytes = max_bytes
         self._lock_path = path.with_name(f"{path.name}.lock") if lock is None else lock
         self._check_owner = check_owner
-        self._acquired: FileIO | None = None
+        self._acquired: weakref.finalize[Any, Any] | None = None
 
     def exists(self) -> bool:
         """Return whether anything has the file's name, even if ``read`` refuses it."""
@@ -75,21 +82,38 @@ class StateFile:
             yield
 
     def acquire(self) -> bool:
-        """Lock the file until this object or its process ends; False if another process has it."""
+        """Lock the file until ``release``, or until this object or its process ends; False if another one has it."""
         if self._acquired is None:
-            lock = self._open_lock()
-            try:
-                # A record lock: forked processes do not inherit it.
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                lock.close()
-                return False
-            self._acquired = lock
+            held = os.getpid(), os.path.realpath(self._lock_path)
+            with _ACQUIRING:
+                # A record lock does not exclude its own process, which loses it when it closes any handle of the file.
+                if held in _ACQUIRED:
+                    return False
+                lock = self._open_lock()
+                try:
+                    # A record lock: forked processes do not inherit it.
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    lock.close()
+                    return False
+                _ACQUIRED.add(held)
+            self._acquired = weakref.finalize(self, _release, lock, held)
         return True
+
+    def release(self) -> None:
+        """Unlock the file, if ``acquire`` has locked it."""
+        if self._acquired is not None:
+            self._acquired()
+            self._acquired = None
 
     def _open_lock(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return open(os.open(self._lock_path, _LOCK, 0o600), "r+b", buffering=0)
+
+
+def _release(lock: FileIO, held: tuple[int, str]) -> None:
+    lock.close()
+    _ACQUIRED.discard(held)
 
 
 def _open_safely(path: str, flags: int) -> int:

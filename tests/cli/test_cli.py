@@ -250,6 +250,13 @@ USAGE = (
     *("publish --from x --poll 1 --bucket RUN", "publish --watch x --poll 0 --bucket RUN"),
     *("publish --from x --step -1 --bucket RUN", "publish --from x --codec zip --bucket RUN"),
     *("follow --bucket RUN", "follow --bucket RUN --to x --keep 0", "follow --bucket RUN --to x --poll 0"),
+    *(
+        "report --bucket RUN --to /",
+        "keygen /",
+        "dashboard --bucket RUN --port 99999",
+        "dashboard --bucket RUN --host .",
+    ),
+    *("log --bucket ~/runs/a", "tag set rebase-1-3 --bucket RUN"),
 )
 
 

@@ -12,6 +12,7 @@ def test_durations() -> None:
     found = {"0": 0, "2": 2, "0.5": 0.5, "500ms": 0.5, "90s": 90, "15m": 900, "1.5h": 5400, "7d": 604800, "1e3": 1000}
     assert {text: units.duration(text) for text in found} == found
     assert units.duration("2 H") == 7200
+    assert units.duration("999999d") == units.duration("1e18") == units.LONGEST_SECONDS
 
 
 def test_sizes() -> None:

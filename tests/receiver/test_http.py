@@ -139,9 +139,9 @@ class Served:
     outcomes: list[str]
     reached: list[bytes]
 
-    def ask(self, version: object, body: bytes = b"{}") -> httpx.Response:
+    def ask(self, version: object, body: bytes = b"{}", timeout: float = 120) -> httpx.Response:
         wanted = {b"X-Delta-Sync-Min-Version": str(version).encode()}
-        return httpx.post(f"http://127.0.0.1:{self.port}{PATH}", content=body, headers=wanted, timeout=120)
+        return httpx.post(f"http://127.0.0.1:{self.port}{PATH}", content=body, headers=wanted, timeout=timeout)
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"http://127.0.0.1:{self.port}/delta_sync/{path}", timeout=120)
@@ -270,6 +270,20 @@ def test_waiters_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) ->
     served.site.publish(1)
     assert [one.result(120).status_code for one in waiting] == [200, 200, 200]
     assert served.ask(1).status_code == 200
+
+
+def test_clients_that_have_gone_wait_no_longer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave their places to others, and nothing of theirs reaches vLLM."""
+    monkeypatch.setattr(admission, "MAX_WAITING", 3)
+    for body in (b"{}", b"", bytes(500_000)):
+        with pytest.raises(httpx.ReadTimeout):
+            served.ask(1, body, timeout=0.3)
+    wait_until(lambda: served.outcomes == ["gone"] * 3)
+    waiting = [later(served.ask, 1) for _ in range(3)]
+    served.wait_for_waiters(3)
+    served.site.publish(1)
+    assert [one.result(120).status_code for one in waiting] == [200, 200, 200]
+    assert served.reached == [b"{}"] * 3
 
 
 def test_ready_follows_hold_and_loss(served: Served) -> None:

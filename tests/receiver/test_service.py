@@ -16,6 +16,7 @@ from tests.support.services import POLL, WAIT, Site, wait_until
 from tests.support.world import World
 from vllm_delta_sync.engine.follow import service as service_module
 from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.notice import NoticeSubscriber
 from vllm_delta_sync.settings import Settings
 
@@ -94,6 +95,26 @@ def test_what_is_not_there_yet_is_looked_for_at_the_usual_pace(site: Site, tmp_p
         site.world.train(1)
         wait_until(lambda: service.receiver.served_version == 1)
     wait_until(lambda: service.receiver.status()["last_error"] is None)
+
+
+def test_after_a_sleep_it_goes_on_at_the_usual_pace(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep is no failure: it does not count as one, and no poll after it is late."""
+    counted: list[str] = []
+    monkeypatch.setattr(metrics, "count_failure", counted.append)
+    service = site.serve()
+    service.start()
+    wait_until(lambda: service.receiver.served_version == 0)
+    memory: Any = site.port.ranks[0].memory
+    memory.asleep = True
+    site.world.train(1)
+    board = service.receiver.board
+    wait_until(lambda: board.asleep)
+    looks = board.polls
+    # Doubling each time, the last of these would take a minute.
+    wait_until(lambda: board.polls > looks + 12)
+    memory.asleep = False
+    wait_until(lambda: service.receiver.served_version == 1)
+    assert counted == []
 
 
 def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.settings import Settings
@@ -120,6 +121,55 @@ def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life) -> No
     wait_until(lambda: json.loads(life.file.read_bytes())["version"] == 0 if life.file else False)
 
 
+def test_hold_before_anything_is_served_keeps_the_first_version_beside_a_bad_one(life: Life) -> None:
+    life.chain.spoil_manifest(7)
+    life.start(6, policy="manual").request("hold").result(WAIT)
+    life.start(6)
+    life.serves(6)
+    wait_until(lambda: json.loads(life.file.read_bytes())["version"] == 6 if life.file else False)
+
+
+def test_a_request_that_fails_half_way_is_held_where_it_came_to(life: Life) -> None:
+    life.settings["stage_bytes"] = 1
+    service = life.start()
+    life.serves(7)
+    service.request("rollback", 3).result(WAIT)
+    life.chain.grow(2)
+    life.chain.lose(9)
+    with pytest.raises(DeltaSyncError):
+        service.request("sync", 9).result(WAIT)
+    life.serves(8)
+    assert json.loads(life.file.read_bytes())["version"] == 8 if life.file else False
+    life.start()
+    life.serves(8)
+
+
+def test_engines_of_one_process_have_orders_of_their_own(life: Life) -> None:
+    """Such as two adapters that follow one run."""
+    first = life.start()
+    life.serves(7)
+    first.request("rollback", 5).result(WAIT)
+    written = life.file
+    assert written is not None
+    order = written.read_bytes()
+    others: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"receiver_id": "two"}, True),
+        ({"lora_name": "a"}, True),
+    ]
+    for more, written_apart in others:
+        store = StandingOrderStore(Settings(**life.settings, **more))
+        store.save(StandingOrder(setting="head"))
+        store.save(StandingOrder(setting="head", holding=True))
+        assert store.path is not None
+        assert (store.path != written and store.path.exists()) == written_apart
+        assert written.read_bytes() == order
+    life.end()
+    store = StandingOrderStore(Settings(**life.settings))
+    store.save(StandingOrder(setting="head", target="3"))
+    assert written.read_bytes() != order, "an engine that has ended lets go of it"
+
+
 @pytest.mark.parametrize("loaded", [0, 7])
 def test_target_outlives_a_restart(life: Life, loaded: int) -> None:
     set_tag(open_run(life.chain.url), "best", 3)
@@ -189,7 +239,10 @@ def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCap
     service = life.start()
     life.serves(7)
     assert service.request("rollback", 5).result(WAIT)["state"] == "held"
-    assert sum("will not survive a restart" in record.getMessage() for record in caplog.records) == 1
+    service.request("target", "5").result(WAIT)
+    looks = service.receiver.board.polls
+    wait_until(lambda: service.receiver.board.polls > looks + 10)
+    assert sum("will not survive a restart" in record.getMessage() for record in caplog.records) == 2
     life.start()
     life.serves(7)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.chains import Chain, Server
@@ -249,3 +250,46 @@ def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -
     (long.folder / "gone").rename(long.folder / "versions")
     server.receiver.target(named)
     server.serves(8 if named == "head" else 6)
+
+
+def test_head_that_fails_while_nothing_is_served_does_not_become_the_target(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    chain.grow(6)
+    server = Server(chain, [np.roll(bits, 1) for bits in chain.bits[0]], target="3")
+    hidden = {ref.key: (chain.folder / ref.key).read_bytes() for ref in chain.manifests[0].objects}
+    for key in hidden:
+        (chain.folder / key).unlink()
+    with pytest.raises(DeltaSyncError):
+        server.receiver.target("head")
+    for key, data in hidden.items():
+        (chain.folder / key).write_bytes(data)
+    server.receiver.advance()
+    server.serves(3)
+    assert server.receiver.status()["target"] == "3"
+
+
+@pytest.mark.parametrize("policy", ["follow", "manual"])
+def test_a_backup_that_was_restored_shows_once_the_head_has_the_served_number(tmp_path: Path, policy: str) -> None:
+    """Other weights under the number that is served, and nothing after them."""
+    chain = Chain(tmp_path)
+    chain.grow(3)
+    shutil.copytree(chain.folder, tmp_path / "backup")
+    manifests, bits = list(chain.manifests), list(chain.bits)
+    chain.grow(2)
+    server = Server(chain, chain.bits[0], policy=policy)
+    receiver = server.receiver
+    receiver.advance()
+    shutil.rmtree(chain.folder)
+    shutil.copytree(tmp_path / "backup", chain.folder)
+    chain.manifests[:], chain.bits[:] = manifests, bits
+    look = receiver.advance if policy == "follow" else receiver.observe
+    look()
+    chain.grow(2)
+    with pytest.raises(ChainError, match="history was rewritten"):
+        look()
+    error = receiver.status()["last_error"]
+    assert error is not None
+    assert error["kind"] == "chain"
+    again = Server(chain, chain.bits[0], policy=policy)
+    again.receiver.advance()
+    again.serves(5)

@@ -1,5 +1,6 @@
 """What a server keeps across restarts: whole after a crash, not another user's, and of one writer at a time."""
 
+import gc
 import os
 import signal
 import stat
@@ -265,6 +266,21 @@ def test_a_file_that_a_process_acquired_is_its_own_until_it_ends(file: StateFile
         assert file.acquire()
     with process(file, "print(file.acquire(), flush=True)") as child:
         assert printed(child) == b"False\n"
+
+
+def test_of_two_objects_in_a_process_one_acquires_a_file(file: StateFile) -> None:
+    """A record lock would not exclude the second, and would be lost when it closes the file."""
+    second = StateFile(file.path, 100)
+    assert file.acquire()
+    assert not second.acquire()
+    with process(file, "print(file.acquire(), flush=True)") as child:
+        assert printed(child) == b"False\n"
+    file.release()
+    assert second.acquire()
+    assert not file.acquire()
+    del second
+    gc.collect()
+    assert file.acquire()
 
 
 def test_a_forked_process_does_not_keep_what_its_parent_acquired(file: StateFile) -> None:

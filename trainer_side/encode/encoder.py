@@ -55,6 +55,11 @@ class RecentDeltas:
             while sum(len(data) for found in self._objects.values() for data in found) > most:
                 del self._objects[min(self._objects)]
 
+    def drop(self, version: int) -> None:
+        """Forget a version: an attempt to publish it may have failed, and the next one differ."""
+        with self._lock:
+            self._objects.pop(version, None)
+
     def of(self, version: int) -> list[bytes] | None:
         """Return a version's objects, or None if they are not kept."""
         with self._lock:
@@ -113,6 +118,8 @@ class Encoder:
         The objects of a large version are files, which ``release`` removes.
         """
         self.release()
+        if self._recent is not None:
+            self._recent.drop(context.version)
         if not changes.changed:
             return []
         self.compile()

@@ -284,11 +284,14 @@ def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
 
 
 def squared_norm(element: DType, bits: Bits) -> float:
-    """Return Σ w² of the finite elements of (numel,) bits; 0 for integers."""
+    """Return Σ w² of the finite elements of (numel,) bits, inf if that is too large for a float; 0 for integers."""
     if not has_values(element):
         return 0.0
     with np.errstate(all="ignore"):
-        return math.fsum(_squares(values_of(element, piece)) for piece, _ in pieces(bits, bits))
+        try:
+            return math.fsum(_squares(values_of(element, piece)) for piece, _ in pieces(bits, bits))
+        except OverflowError:
+            return math.inf
 
 
 def judge_state(gate: Gate | None, table: TensorTable, nonfinite: Callable[[], Mapping[int, int]]) -> list[str]:

@@ -53,7 +53,9 @@ def _together(what: str, work: Callable[[], _Result]) -> _Result:
     return work() if _waiting is None else _waiting.on_every_rank(what, work)
 
 
-def publish_gathered(publisher: Publisher | None, step: int, weights: Pairs) -> PublishResult | None:
+def publish_gathered(
+    publisher: Publisher | None, step: int, weights: Pairs, exact: bool = False
+) -> PublishResult | None:
     """Publish on one rank, and return when the version is durable; None on the other ranks.
 
     Call it on every rank: each reads the generator to its end, because gathering a tensor takes all ranks.
@@ -62,6 +64,7 @@ def publish_gathered(publisher: Publisher | None, step: int, weights: Pairs) -> 
         publisher: of ``gathered_publisher``.
         step: optimizer step.
         weights: (name in the checkpoint or of a parameter, whole tensor).
+        exact: as ``Publisher.publish``; with a budget, give it with the last weights, since ``close`` has none.
 
     Raises:
         As ``Publisher.publish`` and ``Publisher.flush``, after the generator was read to its end.
@@ -72,7 +75,7 @@ def publish_gathered(publisher: Publisher | None, step: int, weights: Pairs) -> 
             for _ in weights:
                 pass
             return None
-        result = publisher.publish(step, wait=True, weights=weights)
+        result = publisher.publish(step, wait=True, weights=weights, exact=exact)
         publisher.flush()
         return result
 

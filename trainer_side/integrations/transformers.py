@@ -156,13 +156,14 @@ class DeltaSyncCallback(TrainerCallback):
     # Helpers of the events
 
     def _open(self, model: nn.Module, tokenizer: Any, state: TrainerState) -> None:
+        more: dict[str, Any] = {"first_step": state.global_step}  # of a training that resumes
         if self._adapter is not None:
             make = partial(adapter_publisher, model, adapter=self._adapter)
-            self._training.open(make, state.is_world_process_zero)
+            self._training.open(make, state.is_world_process_zero, **more)
             return
         with tokenizer_folder(tokenizer) as folder:
-            files = {} if folder is None else {"files": folder}
-            self._training.open(partial(Publisher, model), state.is_world_process_zero, **files)
+            more |= {} if folder is None else {"files": folder}
+            self._training.open(partial(Publisher, model), state.is_world_process_zero, **more)
 
     def _publish(self, step: int) -> None:
         if self.publisher is not None:

@@ -69,7 +69,10 @@ class LiveTensors(ABC):
 
 def pairs(items: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over (name, tensor) pairs; of a mapping, over its items. UsageError: an item is not such a pair."""
-    for item in items.items() if isinstance(items, Mapping) else items:
+    found = items.items() if isinstance(items, Mapping) else items
+    if not isinstance(found, Iterable):
+        raise UsageError(f"expected (checkpoint name, tensor) pairs, got a {type(items).__name__}")
+    for item in found:
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise UsageError(f"expected (checkpoint name, tensor) pairs, got a {type(item).__name__}")
         yield item[0], item[1]

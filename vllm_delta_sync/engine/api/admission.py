@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,9 @@ OWN_PREFIX = "/delta_sync/"
 
 MAX_WAITING = 1024
 """Maximum number of waiting requests: all rollouts of a step come at once."""
+MAX_KEPT_BYTES = 1024 * 1024
+"""Of a request's body that are read while it waits."""
+DISCONNECTED = ("http.disconnect", "websocket.disconnect")
 HEADS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 """Messages that carry the headers of an answer."""
 POLICY_VIOLATION, MAX_REASON = 1008, 120
@@ -74,6 +78,36 @@ class LateError(CrowdedError):
     """The version is not served yet; a retry may succeed."""
 
     kind = "late"
+
+
+class _ClientGoneError(Exception):
+    """The client has closed the connection of a request that waits."""
+
+
+class _ReadAhead:
+    """A request's ``receive`` that can be asked, before the application reads, whether the client is still there.
+
+    Args:
+        receive: the server's.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._kept: deque[Message] = deque()
+
+    async def __call__(self) -> Message:
+        return self._kept.popleft() if self._kept else await self._receive()
+
+    async def until_gone(self) -> None:
+        """Return once the client has gone. What comes before that is kept, up to ``MAX_KEPT_BYTES``."""
+        size = 0
+        while size <= MAX_KEPT_BYTES:
+            message = await self._receive()
+            self._kept.append(message)
+            if message["type"] in DISCONNECTED:
+                return
+            size += len(message.get("body", b""))
+        await asyncio.Event().wait()  # the rest of a body so large is left to the application
 
 
 class Admission:
@@ -104,10 +138,13 @@ class Admission:
         if path not in VERSIONED_PATHS and not (wish and _may_compute(scope, path)):
             await self._app(scope, receive, send)
             return
+        receive = reading = _ReadAhead(receive)
         try:
             served, exact = service.receiver.served_version, None
             if wish:
-                served, exact = await self._admit(path, wish)
+                served, exact = await self._admit(path, wish, reading)
+        except _ClientGoneError:
+            return
         except DeltaSyncError as error:
             await _refuse(scope, receive, _with_version_header(send, service.receiver.served_version), error)
             return
@@ -116,13 +153,15 @@ class Admission:
         else:
             await self._answer_exactly(exact, scope, receive, send)
 
-    async def _admit(self, path: str, wish: dict[str, list[bytes]]) -> tuple[int, ExactRequest | None]:
+    async def _admit(
+        self, path: str, wish: dict[str, list[bytes]], receive: "_ReadAhead"
+    ) -> tuple[int, ExactRequest | None]:
         """Return the version served when a request is admitted, and the request if it asks for exactly that one.
 
         Raises:
             UsageError: a header is no version, or the route or the server cannot do what it says.
             UnreachableError: the version needs an operator's action. VersionError: another version is served.
-            LateError, CrowdedError: it is not served in time, or too many requests wait.
+            LateError, CrowdedError: it is not served in time, or too many requests wait. _ClientGoneError.
         """
         began = time.monotonic()
         outcome = "late"
@@ -136,7 +175,7 @@ class Admission:
                 found = self._waiters.newest_served(minimum)
                 if found is None:
                     with self._waiting_slot():
-                        found = await self._wait(minimum)
+                        found = await self._wait_for(minimum, receive)
                 served = found
             exact = None
             if version is not None and tracker is not None:
@@ -152,6 +191,9 @@ class Admission:
             raise
         except VersionError:
             outcome = "version"
+            raise
+        except _ClientGoneError:
+            outcome = "gone"
             raise
         finally:
             metrics.observe_admission(outcome, time.monotonic() - began)
@@ -192,6 +234,20 @@ class Admission:
             await send({"type": "http.response.body", "body": _error_event(exact.error), "more_body": False})
         if exact.error is not None:
             metrics.count_interrupted()
+
+    async def _wait_for(self, version: int, receive: "_ReadAhead") -> int:
+        """Wait for a version, as long as the client does. Raises LateError, UnreachableError, _ClientGoneError."""
+        waiting = asyncio.ensure_future(self._wait(version))
+        gone = asyncio.ensure_future(receive.until_gone())
+        try:
+            await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise _ClientGoneError
+            return waiting.result()
+        finally:
+            for task in (waiting, gone):
+                task.cancel()
+            await asyncio.gather(waiting, gone, return_exceptions=True)
 
     async def _wait(self, version: int) -> int:
         timeout: float = self._state.delta_sync_min_version_seconds

@@ -150,26 +150,34 @@ class Receiver:
             raise BusyError(
                 f"this server is held at version {self.served_version}; POST /delta_sync/release to follow again"
             )
-        with self._reporting_errors():
-            self.goal_version = self._newest_allowed() if version is None else version
-            position = self._ensure_position()
-            target = self._resolve_followed_target() if version is None else version
-            # A hold that came before any version was served keeps the first version that is.
-            stays = self.board.holding and version is None
-            self.goal_version = target
-            explicit = version is not None or self.settings.target != HEAD
-            self.planner.requested_version = target if explicit else None
-            if self.served_version is None or (self.served_version < target and not stays):
-                self.history.check_fresh()
-            while self.served_version is None or (self.served_version < target and not stays and not until()):
-                self._updater.commit_next(position, target)
-                position = self._served_position() or position
-            if version is None and self.settings.target == HEAD and stopped_by is not None:
-                raise stopped_by
-        if version is not None:
-            self._pending_order = None
-        self._mark_healthy()
-        self._save_order()
+        before = self.board.served
+        try:
+            with self._reporting_errors():
+                self.goal_version = self._newest_allowed() if version is None else version
+                position = self._ensure_position()
+                target = self._resolve_followed_target() if version is None else version
+                # A hold that came before any version was served keeps the first version that is.
+                stays = self.board.holding and version is None
+                self.goal_version = target
+                explicit = version is not None or self.settings.target != HEAD
+                self.planner.requested_version = target if explicit else None
+                if self.served_version is None or (self.served_version < target and not stays):
+                    self.history.check_fresh()
+                while self.served_version is None or (self.served_version < target and not stays and not until()):
+                    self._updater.commit_next(position, target)
+                    position = self._served_position() or position
+                if version is None:
+                    self._check_served_in_bucket()
+                if version is None and self.settings.target == HEAD and stopped_by is not None:
+                    raise stopped_by
+            if version is not None:
+                self._pending_order = None
+            self._mark_healthy()
+        finally:
+            # Also after a failure: a hold stays at what is served now, the first version or one on the way.
+            if version is not None and self.board.served is not before:
+                self._pending_order = None
+            self._save_order()
 
     def observe(self) -> None:
         """Poll the bucket and check what is served without moving it; policy ``manual`` does this between requests.
@@ -184,6 +192,7 @@ class Receiver:
                     self._updater.check_external_writes()
                 elif self._unmatched_run != self.run_id:
                     self._unmatched_run = None if self._identify() else self.run_id
+                self._check_served_in_bucket()
                 if stopped_by is not None:
                     raise stopped_by
         except BusyError:
@@ -298,8 +307,9 @@ class Receiver:
             try:
                 self._move_to(position, target)
             except BaseException:
-                # The head stays the target, because it can be reached later. A version that cannot be served does not.
-                if chosen.target != HEAD and (self.board.served is served or self.board.served is None):
+                # The head stays the target, because it can be reached later. A version that cannot be served does not,
+                # nor does anything while nothing is served: the caller gets an error.
+                if self.board.served is None or (chosen.target != HEAD and self.board.served is served):
                     self.settings = before
                 raise
         self._mark_healthy()
@@ -343,6 +353,17 @@ class Receiver:
         self.board.set(head=self.history.head, goal=self.history.goal, polled_at=time.monotonic())
         self._log_skipped()
         return stopped_by
+
+    def _check_served_in_bucket(self) -> None:
+        """Raise ChainError if the head has the number of the served version and other weights: a restored backup."""
+        served, head = self.board.served, self.history.head
+        if served is None or head is None or (head.run, head.version) != (served.run, served.version):
+            return
+        if head.fingerprint != served.fingerprint:
+            raise ChainError(
+                f"version {served.version} is {served.digest} here and {head.digest} in the bucket: the history was "
+                "rewritten, for example by a backup that was restored. Restart this server to follow it as it is now"
+            )
 
     def _log_skipped(self) -> None:
         """Log the quarantined versions up to the head in one line, each version once."""

@@ -42,7 +42,8 @@ class ReceiverService:
 
     def __init__(self, port: EnginePort, settings: Settings, exports_metrics: bool = True) -> None:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
-        self.receiver = Receiver(port, settings, orders=StandingOrderStore(settings))
+        self._orders = StandingOrderStore(settings)
+        self.receiver = Receiver(port, settings, orders=self._orders)
         if exports_metrics:
             self.receiver.board.export_metrics()
         self._settings = settings
@@ -96,6 +97,8 @@ class ReceiverService:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._orders.release()
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
         """Queue an action.
@@ -204,7 +207,9 @@ class ReceiverService:
             self._failures = 0 if receiver.board.head is None or self._awaits_target() else self._failures + 1
             self._log_error(error)
         except DeltaSyncError as error:
-            self._failures = 0 if self._awaits_target() else self._failures + 1
+            # Sleep is no failure: the first poll after it must not be late.
+            waits = self._awaits_target() or receiver.board.asleep
+            self._failures = 0 if waits else self._failures + 1
             self._log_error(error)
         except Exception as error:  # the thread must survive any bug, and the status must show it
             self._failures += 1

@@ -60,10 +60,13 @@ class StandingOrderStore:
         self._saved: StandingOrder | None = None
         self._file: StateFile | None = None
         self._problem = ""
+        self._warned: tuple[StandingOrder, str] | None = None
         try:
             name = open_bucket(settings.bucket, settings.store()).url
             if settings.receiver_id is not None:
                 name = f"{name}\n{settings.receiver_id}"
+            if settings.lora_name is not None:  # of several adapters of one server
+                name = f"{name}\nadapter {settings.lora_name}"
             path = settings.state_folder() / f"{sha256(name.encode()).hexdigest()[:32]}.order"
             self._file = StateFile(path, MAX_ORDER_BYTES)
         except SettingsError as error:
@@ -118,11 +121,19 @@ class StandingOrderStore:
                 return
         except OSError as error:
             self._problem = f"{str(self.path)!r} cannot be written: {error.strerror}"
+        if self._warned == (order, self._problem):
+            return
+        self._warned = order, self._problem
         logger.warning(
             "the standing order (%s) is in force, but will not survive a restart: %s; set state_dir to a directory "
             "that this user can write",
             order, self._problem,
         )  # fmt: skip
+
+    def release(self) -> None:
+        """Let another server, or another object of this process, write the file."""
+        if self._file is not None:
+            self._file.release()
 
     def read(self) -> StandingOrder:
         """Return the stored order; does not lock the file.
@@ -139,8 +150,8 @@ class StandingOrderStore:
         acquired = file.acquire()
         if not acquired:
             self._problem = (
-                f"{str(file.path)!r} is in use by another server of this user that follows the same run; give each "
-                "server its own receiver_id or state_dir"
+                f"{str(file.path)!r} is in use by another server of this user, or another engine of this process, that "
+                "follows the same run; give each its own receiver_id or state_dir"
             )
         return acquired
 

@@ -21,7 +21,7 @@ BUCKETS = (
 )
 """Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow link minutes."""
 PHASES = ("fetch", "verify", "decode", "route", "rescan", "wait", "commit", "resume")
-OUTCOMES = ("served", "late", "unreachable", "version", "malformed")
+OUTCOMES = ("served", "late", "unreachable", "version", "malformed", "gone")
 MOVES = ("forward", "rollback", "repair")
 
 HISTOGRAMS = {
@@ -99,7 +99,8 @@ def observe_admission(outcome: str, seconds: float) -> None:
     """Record a request that asks for a version.
 
     Args:
-        outcome: one of ``OUTCOMES``; ``version`` is another version than exactly the one asked for.
+        outcome: one of ``OUTCOMES``; ``version`` is another version than exactly the one asked for, ``gone`` a client
+            that did not wait.
         seconds: how long it waited.
     """
     _metric("admission_seconds", outcome).observe(seconds)

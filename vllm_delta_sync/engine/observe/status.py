@@ -19,7 +19,7 @@ from vllm_delta_sync.engine.observe.readiness import Answer, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
-from vllm_delta_sync.errors import DeltaSyncError, EngineError
+from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
 
 RECENT_COMMITS = 64
@@ -107,7 +107,8 @@ class StatusBoard:
 
     def report_error(self, error: DeltaSyncError, state: State | None = None) -> None:
         """Show an error until something succeeds. The states ``refused`` and ``lost`` stay."""
-        metrics.count_failure(error.kind)
+        if not (self.asleep and isinstance(error, BusyError)):  # sleep is no failure
+            metrics.count_failure(error.kind)
         shown = {"kind": error.kind, "message": error.message}
         if state is not None:
             self.enter(state, error=shown)
