@@ -257,7 +257,7 @@ class Publisher:
         interrupted = False
         try:
             with self._open(deadline) as session:
-                return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, deadline.left)
+                return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, deadline)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -290,7 +290,7 @@ class Publisher:
         """
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
-            session.wait_durable(deadline.left)
+            session.wait_durable(deadline)
 
     def finish(self, timeout: float | None = CLOSE_SECONDS) -> None:
         """Leave the run at the weights of the last ``publish``, as ``close`` does, and stay open.
@@ -300,7 +300,7 @@ class Publisher:
         """
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
-            session.publish_last(deadline.left)
+            session.publish_last(deadline)
 
     def rebase(self, version: int, timeout: float | None = None) -> None:
         """Build the next version on an older one instead of the newest; version numbers continue.
@@ -316,7 +316,7 @@ class Publisher:
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
             number = session.check_same_arguments("version", lambda: check_version(version))
-            session.call(lambda: self._committer.rebase(number), deadline.left)
+            session.call(lambda: self._committer.rebase(number), deadline)
 
     def rescan(self, timeout: float | None = None) -> list[str]:
         """Compare the whole baseline in memory with what was published, and repair differences from the bucket.
@@ -331,7 +331,7 @@ class Publisher:
         """
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
-            return session.call(self._committer.rescan, deadline.left)
+            return session.call(self._committer.rescan, deadline)
 
     def anchor(self, timeout: float | None = None) -> int:
         """Write a standalone anchor from memory: it helps readers, and replaces what the bucket has lost.
@@ -346,7 +346,7 @@ class Publisher:
         """
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
-            return session.call(self._committer.write_anchor, deadline.left)
+            return session.call(self._committer.write_anchor, deadline)
 
     def tag(
         self, name: str, version: int | None = None, milestone: bool = False, timeout: float | None = None
@@ -371,7 +371,7 @@ class Publisher:
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
             session.check_same_arguments("tag", checked_arguments)
-            session.wait_durable(deadline.left)
+            session.wait_durable(deadline)
             number = self.version if version is None else check_version(version)
             run = self._committer.run
             text: str = self._ranks.caller.from_rank0(
@@ -402,7 +402,7 @@ class Publisher:
         deadline = Deadline(timeout)
         with self._open(deadline) as session:
             if version is None:
-                session.wait_durable(deadline.left)
+                session.wait_durable(deadline)
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
@@ -455,7 +455,7 @@ class Publisher:
                 last.callback(self._committer.baseline.close)
                 last.callback(self._background.close)
                 if finish:
-                    self._session.publish_last(timeout)
+                    self._session.publish_last(Deadline(timeout))
                     # All ranks wait until rank 0 is done: a collective call of training that follows has a timeout.
                     self._ranks.caller.from_rank0("closed", self._close_on_rank0)
                 else:

@@ -26,6 +26,7 @@ from trainer_side.ranks.group import (
     rank_in_world,
 )
 from trainer_side.result import (
+    NEVER,
     Deadline,
     OnVersion,
     PublisherStatus,
@@ -137,13 +138,12 @@ class PublishSession:
         sidecars: Sidecars,
         skips_equal: bool = False,
         exact: bool = False,
-        timeout: float | None = None,
+        deadline: Deadline = NEVER,
     ) -> PublishResult:
         """See ``Publisher.publish``."""
         # Count before any check can raise, so that the counts of all ranks stay equal.
         self._calls += 1
         sidecar_bytes: dict[str, bytes] = {}
-        deadline = Deadline(timeout)
 
         def checked() -> int:
             self._check_source(weights)
@@ -213,17 +213,17 @@ class PublishSession:
         self._last = LastCall(step, weights is not None, result.version, progress)
         return result
 
-    def publish_last(self, seconds: float | None) -> None:
+    def publish_last(self, deadline: Deadline) -> None:
         """Bring the run to the weights of the last call, and what a budget held back of them; wait until it is durable.
 
         A call that was skipped or has failed is made up for with the weights that the model has now. While the store
         fails, it is tried again.
 
         Raises:
-            PublishError: not done after ``seconds``, or it cannot be done; the message names the step, and the version
+            PublishError: not done in time, or it cannot be done; the message names the step, and the version
                 that stays. GateError, ConflictError, ModelError, TensorMismatchError: the same for these reasons.
         """
-        deadline, pause, attempts, told = Deadline(seconds), 0.5, 0, False
+        pause, attempts, told = 0.5, 0, False
         latest: DeltaSyncError | None = None
         while True:
             self._wait_idle(deadline)
@@ -323,14 +323,13 @@ class PublishSession:
                 self._last.step, self._served(),
             )  # fmt: skip
 
-    def wait_durable(self, timeout: float | None = None) -> None:
+    def wait_durable(self, deadline: Deadline = NEVER) -> None:
         """Wait until everything published is durable; bring the baseline to a durable version.
 
         Raises:
             PublishError, ConflictError: the error of the background thread, unless it was raised before; or another
-                rank raises its error first, see its log. PublishTimeoutError: ``timeout`` seconds have passed.
+                rank raises its error first, see its log. PublishTimeoutError: that is not so in time.
         """
-        deadline = Deadline(timeout)
         while True:
             self._wait_idle(deadline)
             flags = [self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
@@ -344,15 +343,14 @@ class PublishSession:
                 return
             self._submit_recovery()
 
-    def call(self, work: Callable[[], _Value], timeout: float | None = None) -> _Value:
+    def call(self, work: Callable[[], _Value], deadline: Deadline = NEVER) -> _Value:
         """Return what ``work`` does in the background thread; until it ends, nothing else touches the baseline.
 
         Raises:
-            PublishTimeoutError: ``timeout`` seconds have passed; ``work`` goes on, later calls wait for it, and one
+            PublishTimeoutError: it has not ended in time; ``work`` goes on, later calls wait for it, and one
                 raises its error.
         """
-        deadline = Deadline(timeout)
-        self.wait_durable(timeout)
+        self.wait_durable(deadline)
         found: list[_Value] = []
         job = self._submit(BackgroundJob(), lambda: found.append(work()))
         if not job.join(deadline.left):

@@ -124,6 +124,14 @@ def test_resumes_the_run_from_a_checkpoint(model: PreTrainedModel, url: str, tmp
     assert_holds(run, 6, seen.weights[4])
 
 
+def test_a_run_that_a_resumed_training_begins_has_its_step(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+    trainer_of(model, tmp_path, [], save_strategy="steps", save_steps=2).train()
+    again = make_model("qwen3", seed=5, **SIZES)
+    trainer = trainer_of(again, tmp_path, [DeltaSyncCallback(bucket=url)], save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert [manifest.step for manifest in open_run(url).log()] == [2, 3, 4]
+
+
 @pytest.mark.slow
 def test_what_training_puts_back_is_published_last(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
     """With load_best_model_at_end the weights change once more, to those of an earlier step."""

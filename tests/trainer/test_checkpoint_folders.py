@@ -18,6 +18,7 @@ from tests.support.checkpoints import index_of, shards_of, weights, write_checkp
 from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import trainer_of
+from trainer_side import Gate
 from trainer_side.checkpoint_folders import (
     SIDECAR,
     CheckpointFolder,
@@ -607,3 +608,28 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
         assert report["versions"] == [version]
         assert report["anonymous"] < limit, report
     assert_holds(open_run(url), None, tensors)
+
+
+def test_a_checkpoint_that_the_gate_refuses_holds_up_no_other(out: Path, url: str) -> None:
+    with CheckpointPublisher(url, gate=Gate()) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        write_checkpoint(out / "checkpoint-1", weights(1))
+        assert [result.step for result in watcher.watch(once=True)] == [1]
+        bad = {
+            name: tensor / 0 - tensor / 0 if tensor.is_floating_point() else tensor
+            for name, tensor in weights(2).items()
+        }
+        write_checkpoint(out / "checkpoint-2", bad)
+        write_checkpoint(out / "checkpoint-3", weights(3))
+        assert [result.step for result in watcher.watch(once=True)] == [3]
+        write_checkpoint(out / "checkpoint-4", bad)
+        assert list(watcher.watch(once=True)) == []
+        assert sorted(watcher.refused) == ["checkpoint-2", "checkpoint-4"]
+        assert watcher.unfinished() == []
+    assert_versions(url, [weights(step) for step in (1, 3)])
+
+
+@pytest.mark.parametrize("name", ["every", "budget", "include", "exclude", "rename", "parts"])
+def test_options_that_make_no_sense_for_folders(url: str, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}= is given, but"):
+        CheckpointPublisher(url, None, **{name: 2})  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The end of training: the run is left at the weights of the last call, or an error says at which it is left."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -306,3 +307,29 @@ def test_status_and_results_of_all_versions(bucket: Hooked, trainer: Trainer) ->
         assert now.total_payload_bytes > now.payload_bytes > 0
         assert 0 <= now.seconds < 60
     assert [(result.step, result.failed) for result in heard] == [(1, False), (4, True), (5, True), (5, False)]
+
+
+def test_without_a_limit_a_store_that_is_away_is_not_asked_all_the_time(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    down = bucket.before = Down("objects/")
+    trainer.step()
+    publisher.publish(1)
+    ending = threading.Thread(target=publisher.finish, args=(None,))
+    ending.start()
+    time.sleep(1.2)
+    assert down.tries < 8
+    down.down = False
+    ending.join(60)
+    assert not ending.is_alive()
+    publisher.close()
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_weights_that_the_gate_refused_are_not_missed_at_the_end(bucket: Hooked, trainer: Trainer) -> None:
+    """They came with the call, and the caller knows."""
+    with Publisher(trainer.live, bucket, gate=Gate()) as publisher:
+        bad = {name: torch.full_like(tensor, float("nan")) for name, tensor in trainer.live.items()}
+        publisher.publish(1, weights=bad.items())
+        with pytest.raises(GateError):
+            publisher.flush()
+    assert steps_of(bucket) == [0]

@@ -175,6 +175,18 @@ def test_norms_of_numbers_whose_squares_are_too_large(bucket: Hooked) -> None:
         assert "moved by nan" in refused(publisher)
 
 
+def test_norms_that_no_float_holds(bucket: Hooked) -> None:
+    live = {"w": torch.full((4,), 1e160, dtype=torch.float64)}
+    publisher = Publisher(live, bucket, gate=Gate(max_norm_jump=2.0))
+    live["w"][1] = 1.0
+    publisher.publish(1)
+    with pytest.raises(GateError, match="moved by nan of the norm"):
+        publisher.flush()
+    live["w"][1] = 1e160
+    publisher.publish(2)
+    publisher.close()
+
+
 def test_infinity_is_a_jump_where_only_norms_are_asked(bucket: Hooked, trainer: Trainer) -> None:
     with left_unfinished(Publisher(trainer.live, bucket, gate=Gate(nonfinite=False, max_norm_jump=10))) as publisher:
         for bad in (NAN, INF):

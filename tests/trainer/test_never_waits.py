@@ -1,19 +1,21 @@
 """Training never waits for the store, whatever fails at whatever moment, and an error of ours loses nothing."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, nothing
 from trainer_side import Publisher
 from trainer_side.diff import reader
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.errors import PublishError, StoreError
+from vllm_delta_sync.errors import PublishError, PublishTimeoutError, StoreError
 
 _Result = TypeVar("_Result")
 AWAY = ["objects/", "versions/", "HEAD.json", "notices", "tags/"]
@@ -153,3 +155,28 @@ def test_a_comparison_that_fails_is_reverted_and_made_up_for(
             publisher.publish(2)
     assert open_run(bucket.url).verify().replayed
     assert_holds(bucket, 1, trainer.live)
+
+
+def test_a_call_beside_one_that_waits_ends_within_its_timeout(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    reached, leave = threading.Event(), threading.Event()
+
+    def slow(key: str) -> None:
+        reached.set()
+        assert leave.wait(60)
+
+    bucket.before = slow
+    trainer.step()
+    publisher.publish(1)
+    assert reached.wait(60)
+    waiting = threading.Thread(target=publisher.flush)
+    waiting.start()
+    while not publisher._lock.locked():
+        time.sleep(0.01)
+    for call in (publisher.flush, publisher.anchor, partial(publisher.publish, 2), partial(publisher.rebase, 0)):
+        with pytest.raises(PublishTimeoutError):
+            call(timeout=0.05)
+    leave.set()
+    waiting.join()
+    bucket.before = nothing
+    publisher.close()

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -339,3 +339,19 @@ def advised(cut: Callable[[], object]) -> int:
     with pytest.raises(LimitError) as error:
         cut()
     return int(error.value.message.split("set shard_bytes to ")[1].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda url, live: Publisher(live, url, notice_key="/nowhere"), "without notice="),
+        (lambda url, live: Publisher(live, url, on_version=cast(Any, 5)), "on_version is a int"),
+        (lambda url, live: Publisher(cast(Any, lambda: None), url), "got a NoneType"),
+        (lambda url, live: Publisher(live, url).publish(1, weights=cast(Any, nn.Linear(1, 1))), "weights= is a Linear"),
+        (lambda url, live: Publisher(live, url).publish(1, weights=cast(Any, lambda: live)), "weights= is a function"),
+        (lambda url, live: Publisher(live, url).publish(True), "step is True"),
+    ],
+)
+def test_arguments_of_another_kind(call: Callable[[str, Any], Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        call(str(tmp_path / "run"), {"w": torch.zeros(3)})

@@ -7,10 +7,27 @@ from typing import Any
 
 import pytest
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, assert_holds, expect_failure, publish
+from tests.support.publishers import (
+    FailAt,
+    Hooked,
+    Trainer,
+    assert_history,
+    assert_holds,
+    expect_failure,
+    nothing,
+    publish,
+)
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import ChainError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import (
+    ChainError,
+    LimitError,
+    NotFoundError,
+    PublishError,
+    PublishTimeoutError,
+    StoreError,
+    UsageError,
+)
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
@@ -193,7 +210,7 @@ def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, traine
         publish(publisher, trainer, 3)
     run = open_run(bucket.url)
     # As a writer leaves it that is killed after a rebase.
-    set_tag(run, "rebase-0-1", 1)
+    set_tag(run, "rebase-0-1", 1, rebase=True)
     set_tag(run, "rebase-to-be", 1)
     with Publisher(trainer.live, bucket) as publisher:
         assert run.tags().keys() == {"rebase-0-1", "rebase-to-be"}
@@ -214,3 +231,34 @@ def test_no_policy_lets_go_of_what_the_publisher_has_rebased_to(bucket: Hooked, 
         publisher.publish(step=6, wait=True)
     assert breaks(bucket) == [(6, 2)]
     assert_holds(bucket, 6, trainer.live)
+
+
+@pytest.mark.parametrize("ending", ["publish", "flush", "close"])
+def test_rebase_that_fails_after_its_timeout_is_raised_by_the_next_call(
+    ending: str, bucket: Hooked, trainer: Trainer
+) -> None:
+    """Otherwise the next version would build on the one that was to be left."""
+    publisher = Publisher(trainer.live, bucket, merge=False)
+    publish(publisher, trainer, 3)
+    reached, leave = threading.Event(), threading.Event()
+
+    def slow(key: str) -> None:
+        reached.set()
+        assert leave.wait(60)
+        raise StoreError("the store is away")
+
+    bucket.reading = slow
+    with pytest.raises(PublishTimeoutError, match="the next call says if it fails"):
+        publisher.rebase(1, timeout=0.2)
+    assert reached.wait(60)
+    leave.set()
+    trainer.step()
+    if ending == "close":
+        bucket.reading = nothing
+        publisher.close()
+        return
+    with pytest.raises(PublishError, match=r"has failed: .*the store is away"):
+        publisher.publish(4, wait=True) if ending == "publish" else publisher.flush()
+    bucket.reading = nothing
+    publisher.publish(4, wait=True)
+    publisher.close()
