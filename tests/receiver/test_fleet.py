@@ -17,7 +17,8 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.follow import heartbeat as keeper_module
 from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.errors import StoreError
+from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
 from vllm_delta_sync.settings import Settings
 
@@ -74,6 +75,20 @@ def test_heartbeat_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain
     server.receiver.advance()
     keeper.write_if_due()
     assert [(heartbeat.served, heartbeat.pins) for heartbeat in heartbeats(chain)] == [(6, [5, 2, 0])]
+
+
+def test_heartbeat_names_the_version_that_was_held_before_a_restart(chain: Chain, tmp_path: Path) -> None:
+    """Until it is served again, a collection keeps it."""
+    settings = Settings(bucket=chain.url, state_dir=tmp_path / "state")
+    server = Server(chain, chain.bits[0])
+    orders = StandingOrderStore(settings)
+    orders.save(StandingOrder(setting="head", holding=True, run=chain.run, version=3))
+    receiver = Receiver(server.port, settings, orders)
+    chain.lose(1, 2, 3)
+    with pytest.raises(DeltaSyncError):
+        receiver.advance()
+    HeartbeatWriter(receiver, "one").write_if_due()
+    assert [(heartbeat.served, heartbeat.target) for heartbeat in heartbeats(chain)] == [(None, 3)]
 
 
 def test_heartbeat_is_written_again_before_it_ends(chain: Chain) -> None:

@@ -119,7 +119,7 @@ class HeartbeatWriter:
         content: dict[str, Any] = {
             "served": shown["served"]["version"] if ours else None,
             "step": shown["served"]["step"] if ours else None,
-            "target": receiver.goal_version,
+            "target": receiver.wanted_version,
             "pins": shown["undo"][:MAX_HEARTBEAT_PINS] if ours else [],
             "head": None if shown["head"] is None else shown["head"]["version"],
             "lag": shown["lag"] if ours else None,
