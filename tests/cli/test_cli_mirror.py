@@ -52,9 +52,10 @@ def test_it_serves_until_a_signal(
                 assert isinstance(bucket, OpenedBucket)
                 assert len(fetch_object(bucket, ref)) == ref.bytes
                 assert bucket.metrics.snapshot()["peer_bytes"] == ref.bytes
+            fetched = json.loads(started.stdout.readline())["data"]
             started.send_signal(number)
             assert started.wait(SECONDS) == code
-            fetched, served = (json.loads(line)["data"] for line in started.stdout.read().splitlines()[:2])
+            served = json.loads(started.stdout.readline())["data"]
         finally:
             started.kill()
     assert (fetched["object"], fetched["bytes"]) == (ref.sha256, ref.bytes)

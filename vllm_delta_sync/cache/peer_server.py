@@ -27,7 +27,7 @@ class PeerServer(ThreadingHTTPServer):
         host, port: to listen at; port 0 means any free one.
 
     Attributes:
-        served: bytes sent so far.
+        served: bytes sent so far, or being sent.
 
     Raises:
         UsageError: the address cannot be used.
@@ -125,9 +125,10 @@ class _PeerHandler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
             self.end_headers()
             for data in found.chunks():
-                self.wfile.write(data)
+                # Before the client can know of them, and end this process.
                 with self.server.lock:
                     self.server.served += len(data)
+                self.wfile.write(data)
         finally:
             found.close()
 
