@@ -21,7 +21,7 @@ def test_quick_run_writes_rows(tmp_path: Path) -> None:
     for metric in ("speed with", "speed without", "pause p50", "staging p50", "payload", "changed"):
         assert values[metric, None] > 0
     assert values["ratio", "no_sync"] > 0
-    assert sum(line.startswith("| demo") for line in serving.tables(rows)) == 2
+    assert sum(line.startswith("| demo") for line in serving.tables(rows)) == 1
 
 
 def test_quick_run_of_caching_compares_all_settings(tmp_path: Path) -> None:
