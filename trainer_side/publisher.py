@@ -459,7 +459,7 @@ class Publisher:
                     # All ranks wait until rank 0 is done: a collective call of training that follows has a timeout.
                     self._ranks.caller.from_rank0("closed", self._close_on_rank0)
                 else:
-                    self._session.finish_under_way(timeout)
+                    self._session.finish_under_way(Deadline(timeout))
 
     def _close_on_rank0(self) -> None:
         if self._maintenance is not None:

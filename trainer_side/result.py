@@ -293,3 +293,4 @@ class Deadline:
 
 
 NEVER = Deadline(None)
+"""A deadline that never comes."""

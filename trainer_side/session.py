@@ -308,9 +308,8 @@ class PublishSession:
         newest = self._committer.newest
         return f"the last version of this publisher is {newest.version} (step {newest.step})"
 
-    def finish_under_way(self, seconds: float) -> None:
+    def finish_under_way(self, deadline: Deadline) -> None:
         """Wait for the version under way, publish nothing new, and log what is missing; without the other ranks."""
-        deadline = Deadline(seconds)
         self._wait_idle(deadline)
         problem = self._unraised_error()
         if self._busy:

@@ -25,9 +25,9 @@ from vllm_delta_sync.urls import check_url, scheme_of
 
 ENV_PREFIX = "DELTA_SYNC_"
 CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
-FOLLOWED = ("DELTA_SYNC_FOLDER", "DELTA_SYNC_VERSION", "DELTA_SYNC_STEP")
+ON_UPDATE_VARIABLES = ("DELTA_SYNC_FOLDER", "DELTA_SYNC_VERSION", "DELTA_SYNC_STEP")
 """What the command after a version of ``delta-sync follow`` is given; it may call delta-sync itself."""
-NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE, *FOLLOWED)
+NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE, *ON_UPDATE_VARIABLES)
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$"

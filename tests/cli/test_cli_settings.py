@@ -19,7 +19,7 @@ from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.errors import SettingsError, SignatureError, UsageError
-from vllm_delta_sync.settings import load_settings
+from vllm_delta_sync.settings import client_settings, load_settings
 from vllm_delta_sync.trust import Keyring
 
 
@@ -269,3 +269,12 @@ def test_admin_token(tmp_path: Path) -> None:
     assert token is not None
     assert token.matches("a-token-of-27-characters-it")
     assert load_settings({"bucket": "/x"}, {}).admin_token() is None
+
+
+def test_paths_in_a_file_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell has replaced the tilde there."""
+    file = tmp_path / "settings.toml"
+    file.write_text('state_dir = "~/state"\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DELTA_SYNC_CONFIG", str(file))
+    assert client_settings().state_dir == tmp_path / "state"

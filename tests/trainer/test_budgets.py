@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import FailAt, Hooked, assert_holds, nothing
 from trainer_side import Budget, Gate, Publisher
-from trainer_side.integrations.gathered import gathered_publisher
+from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
@@ -398,3 +398,14 @@ def test_nothing_is_lost(steps: list[tuple[str, Any, Any]], budget: Budget, code
         assert (report.versions, report.replayed) == (len(world.versions), True)
         for version, expected in enumerate(world.versions):
             assert_holds(world.bucket, version, expected)
+
+
+def test_weights_that_come_with_the_last_call_can_be_exact(tmp_path: Path) -> None:
+    base, url = tmp_path / "base", str(tmp_path / "run")
+    weights = {"w": torch.zeros(1000)}
+    write_checkpoint(base, weights)
+    with Publisher(weights, url, base=base, budget=Budget(max_share=0.1)) as publisher:
+        for step, exact in ((1, False), (2, True)):
+            weights["w"] += 1.0
+            publish_gathered(publisher, step, weights.items(), exact=exact)
+            assert (open_run(url).head().held_back is None) == exact

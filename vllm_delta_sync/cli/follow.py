@@ -25,7 +25,7 @@ from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_event, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
 from vllm_delta_sync.run.run_reader import MOVING
-from vllm_delta_sync.settings import FOLLOWED
+from vllm_delta_sync.settings import ON_UPDATE_VARIABLES
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow_folder import FollowedVersion
@@ -122,7 +122,7 @@ def _split(command: str) -> list[str]:
 
 def _run(command: list[str], update: "FollowedVersion") -> IncompleteError | None:
     """Run the command for a version; report and return its failure."""
-    variables = dict(zip(FOLLOWED, map(str, (update.folder, update.version, update.step)), strict=True))
+    variables = dict(zip(ON_UPDATE_VARIABLES, map(str, (update.folder, update.version, update.step)), strict=True))
     try:
         code = subprocess.run(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL).returncode
         problem = f"ended with exit code {code}" if code else None

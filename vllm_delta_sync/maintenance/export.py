@@ -133,7 +133,8 @@ def export(
 
     Takes the memory of a few tensors and, until it ends, the disk space of the checkpoint and of the objects read.
     After a stop or kill the folder holds what it held before, or no checkpoint; the next call downloads only what is
-    missing. Replaces the files of an earlier export, and leaves files of other names alone.
+    missing. Replaces the files of an earlier export, and leaves all other files alone, also a configuration
+    that users put there.
 
     Args:
         folder: a new or empty one, or one that an earlier export wrote.

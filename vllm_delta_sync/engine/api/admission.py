@@ -138,7 +138,7 @@ class Admission:
         if path not in VERSIONED_PATHS and not (wish and _may_compute(scope, path)):
             await self._app(scope, receive, send)
             return
-        receive = reading = _ReadAhead(receive)
+        reading = _ReadAhead(receive)
         try:
             served, exact = service.receiver.served_version, None
             if wish:
@@ -146,12 +146,12 @@ class Admission:
         except _ClientGoneError:
             return
         except DeltaSyncError as error:
-            await _refuse(scope, receive, _with_version_header(send, service.receiver.served_version), error)
+            await _refuse(scope, reading, _with_version_header(send, service.receiver.served_version), error)
             return
         if exact is None:
-            await self._app(scope, receive, _with_version_header(send, served))
+            await self._app(scope, reading, _with_version_header(send, served))
         else:
-            await self._answer_exactly(exact, scope, receive, send)
+            await self._answer_exactly(exact, scope, reading, send)
 
     async def _admit(
         self, path: str, wish: dict[str, list[bytes]], receive: "_ReadAhead"

@@ -192,9 +192,10 @@ class _Collector:
 
     def _record(self, found: RunContents, planned: CollectionPlan) -> Retention:
         gone, kept = ranges(_gone(found, planned)), ranges(reachable(found, planned) | planned.lost.keys())
-        if max(len(gone), len(kept)) > limits.MAX_RANGES:
+        most = max(len(gone), len(kept))
+        if most > limits.MAX_RANGES:
             raise LimitError(
-                f"{len(kept):,} separate ranges of versions would be kept, and {RETENTION_KEY} lists at most "
+                f"{most:,} separate ranges of versions would be left, and {RETENTION_KEY} lists at most "
                 f"{limits.MAX_RANGES:,}; keep fewer (a larger --keep-every, or none)"
             )
         return Retention(
