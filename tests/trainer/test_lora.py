@@ -11,6 +11,7 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import PreTrainedModel
 
 from tests.support.adapters import TARGETS, adapted, randomize
@@ -18,6 +19,7 @@ from tests.support.architectures import qwen3, qwen3_moe, same_bits, saved, trai
 from tests.support.publishing import assert_holds, assert_same, snapshot
 from trainer_side import Publisher
 from trainer_side.integrations.peft import adapter_publisher
+from trainer_side.model.module import Selection
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ModelError
@@ -100,6 +102,22 @@ def test_the_active_adapter_is_read(tmp_path: Path) -> None:
     model.set_adapter("other")
     expected = merged(model, tmp_path)
     assert_same(dict(live.read()), expected)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper], ids=["compile", "activation checkpoints"])
+def test_wrappers_inside_the_model_change_nothing(wrap: Callable[[Any], nn.Module], url: str, tmp_path: Path) -> None:
+    model = adapted(qwen3(tied=False), modules_to_save=["lm_head"])
+    expected = merged(model, tmp_path)
+    model.save_pretrained(tmp_path / "adapter")
+    layers = model.base_model.model.model.layers
+    layers[0] = wrap(layers[0])
+    layers[1].self_attn.q_proj = wrap(layers[1].self_attn.q_proj)
+    model.base_model.model.lm_head = wrap(model.base_model.model.lm_head)
+    assert_same(dict(live_tensors(model).read()), expected)
+    inside = live_tensors(nn.ModuleDict({"actor": model}), Selection(rename={"actor.": ""}))
+    assert_same(dict(inside.read()), expected)
+    with adapter_publisher(model, url):
+        assert_holds(open_run(url), 0, load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
 
 
 REFUSED: dict[str, tuple[Callable[[], PeftModel], str]] = {

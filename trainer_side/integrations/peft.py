@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.model.module import unwrap
+from trainer_side.model.module import unwrap, without_wrappers, wrapper_prefixes
 from trainer_side.publisher import Publisher
 from trainer_side.ranks.given_parts import Part
 from trainer_side.ranks.group import in_world
@@ -104,13 +104,18 @@ class AdapterTensors:
         """Return (name, tensor) as this process has it."""
         from peft.utils import get_peft_model_state_dict
 
+        # PEFT looks for the names of modules. Some wrappers, as for activation checkpointing, take themselves out of a
+        # state dict's names, and others, as of torch.compile, do not.
+        wrapped = [pair for pair in wrapper_prefixes(self.model) if pair[0] != "base_model.model."]  # but PEFT's own
+        held = *self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)
+        names = {without_wrappers(name, wrapped): name for name, _ in held}
         # Parameters as they are, since a detached one of ZeRO-3 no longer says that it is sharded.
-        state = self.model.state_dict(keep_vars=True)
+        state = {names.get(key, key): tensor for key, tensor in self.model.state_dict(keep_vars=True).items()}
         # False: vLLM leaves out a copy of the base's embedding, and PEFT would ask the Hub whether there is to be one.
         found = get_peft_model_state_dict(
             self.model, state_dict=state, adapter_name=self._adapter, save_embedding_layers=False
         )
-        return list(found.items())
+        return [(without_wrappers(name, wrapped), tensor) for name, tensor in found.items()]
 
     def parts(self) -> Iterator[Part]:
         """Yield what this rank holds."""

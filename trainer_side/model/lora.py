@@ -5,7 +5,7 @@ order and dtype of its ``merge``. PEFT is used only if the caller's program has 
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +27,11 @@ class LoraLayers:
         merges: name of a weight in the base → the (layer, adapter) pairs that are merged into it, in PEFT's order.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, without_wrappers: Callable[[str], str]) -> None:
         """Find them.
+
+        Args:
+            without_wrappers: takes the levels of other wrappers, such as those of torch.compile, out of a name.
 
         Raises:
             ModelError: PEFT changes the module in a way that is not plain LoRA on linear layers, embeddings or
@@ -42,7 +45,8 @@ class LoraLayers:
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         found: list[tuple[str, Any]] = []
-        for name, module in model.named_modules(remove_duplicate=False):
+        for path, module in model.named_modules(remove_duplicate=False):
+            name = without_wrappers(f"{path}.").removesuffix(".")
             if isinstance(module, BaseTunerLayer):
                 self._children[name] = f"{name}.base_layer"
                 found.append((name, module))

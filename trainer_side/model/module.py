@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ class ModuleForm:
                 state[name] = value if is_sharded(value) else check_readable(name, value)
         if not self._has_adapters:
             return state, None
-        lora = LoraLayers(self._model)
+        lora = LoraLayers(self._model, partial(without_wrappers, wrapped=wrapper_prefixes(self._model)))
         named = ((lora.base_name(name), tensor) for name, tensor in state.items())
         return {name: tensor for name, tensor in named if name is not None}, lora
 
@@ -359,12 +360,12 @@ def _refuse_unpublishable(model: nn.Module, merges_adapters: bool) -> None:
 
 def _names_without_wrappers(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
     """Return key of the state dict → name without the levels that wrappers add; None if checkpoints do not have it."""
-    wrapped = _wrapper_prefixes(model)
+    wrapped = wrapper_prefixes(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[str, str | None] = {}
     seen: set[str] = set()
     for key in keys:
-        name = _without_wrappers(key, wrapped)
+        name = without_wrappers(key, wrapped)
         if name in seen:
             raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
         names[key] = None if name in ignored else name
@@ -373,7 +374,7 @@ def _names_without_wrappers(model: nn.Module, keys: Iterable[str]) -> dict[str, 
     return names
 
 
-def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
+def wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
     """Return the prefixes that wrappers inside a module add to names, with what they are without."""
     return [
         (f"{name}.{attribute}.", f"{name}.")
@@ -382,7 +383,8 @@ def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
     ]
 
 
-def _without_wrappers(name: str, wrapped: list[tuple[str, str]]) -> str:
+def without_wrappers(name: str, wrapped: list[tuple[str, str]]) -> str:
+    """Return a name without prefixes. Args: wrapped: as ``wrapper_prefixes`` returns them."""
     # Innermost first, since the longer prefixes contain the shorter ones.
     for prefix, stripped in reversed(wrapped):
         name = stripped + name.removeprefix(prefix) if name.startswith(prefix) else name
@@ -443,9 +445,9 @@ def _pretrained_parts(model: nn.Module, inside: bool) -> dict[str, Any]:
     if (whole := _transformers_model(model)) is not None:
         return {"": whole}
     found: dict[str, Any] = {}
-    wrapped = _wrapper_prefixes(model)
+    wrapped = wrapper_prefixes(model)
     for path, module in model.named_modules() if inside else ():
-        name = _without_wrappers(f"{path}.", wrapped)
+        name = without_wrappers(f"{path}.", wrapped)
         if _transformers_model(module) is not None and not name.startswith(tuple(found)):
             found[name] = module
     return found
