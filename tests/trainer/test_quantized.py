@@ -35,7 +35,7 @@ from trainer_side.model.quantized import QuantizedTensors, quantized
 from trainer_side.model.sources import IterableTensors
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import GateError, ModelError, UsageError
+from vllm_delta_sync.errors import GateError, ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 Save = Callable[[PreTrainedModel, Path], Path]
@@ -134,6 +134,28 @@ def test_streamed_weights_are_quantized_and_quantized_ones_are_taken_as_they_are
     with Publisher(list(second.items()), url + "-own", base=edit_recipe(base, quant_method="gptq")):
         pass
     assert_holds(open_run(url + "-own"), 0, second)
+
+
+@pytest.mark.parametrize("form", ["int8 channel", "nvfp4"])
+def test_a_quantized_weight_that_is_left_out_must_keep_its_bits(url: str, tmp_path: Path, form: str) -> None:
+    model = make_model_like(small_model())
+    base = SAVE[form](model, tmp_path / "base")
+    whole = dict(model.named_parameters())
+    left_out = "model.layers.0.mlp.down_proj.weight"
+    handed: list[Any] = [None, whole.items()]
+    for source, weights in zip((model, StreamedWeights(base)), handed, strict=True):
+        where = f"{url}-{weights is None}"
+        with Publisher(source, where, base=base, exclude=left_out) as publisher:
+            publisher.publish(step=1, wait=True, weights=weights)
+            with torch.no_grad():
+                whole["model.norm.weight"] += 1
+                whole[left_out] *= 2  # of which int8 shows in its scales alone
+            with pytest.raises(TensorMismatchError, match=r"down_proj.* is left out by include= or exclude="):
+                publisher.publish(step=2, wait=True, weights=weights)
+            with torch.no_grad():
+                whole[left_out] /= 2
+            publisher.publish(step=3, wait=True, weights=weights)
+        assert_holds(open_run(where), 2, library_tensors(model, tmp_path / f"v2-{weights is None}", form))
 
 
 def test_streamed_weights_are_proven_with_the_first_version(url: str, tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ class QuantizedTensors(LiveTensors):
         base: Checkpoint | None = None,
     ) -> None:
         self._source, self._specs, self._recipes, self._base = source, specs, recipes, base
-        self.aliases, self.has_values, self.excluded = source.aliases, source.has_values, source.excluded
+        self.aliases, self.has_values = source.aliases, source.has_values
+        self._exclude()
         self._unproven = {name for name, recipe in recipes.items() if recipe.is_proven and base is not None}
         self.tensors = {}
         for name, tensor in source.tensors.items():
@@ -167,6 +168,12 @@ class QuantizedTensors(LiveTensors):
                 f"tensors {', '.join(map(repr, self._recipes[first].fused))} share a scale, and {missing[0]!r} was not "
                 "yielded; yield all of them, or none"
             )
+        self._exclude()  # of weights that come with a call, the source knows now which are left out
+
+    def _exclude(self) -> None:
+        """Leave out all tensors that a weight gives which ``source`` leaves out."""
+        kept = {name: recipe.targets for name, recipe in self._recipes.items()}
+        self.excluded = {target for name in self._source.excluded for target in kept.get(name, [name])}
 
     def _read_together(
         self, recipes: list["WeightRecipe"], waiting: dict[str, torch.Tensor]
