@@ -153,7 +153,7 @@ class PublishSession:
             return check_step(step)
 
         # Without a budget every version is exact.
-        exact = exact and self._options.budget is not None
+        exact = bool(exact) and self._options.budget is not None
         if self._calls % self._options.every and not exact:
             self._last = LastCall(checked(), weights is not None)
             if self._group.alone and not self._busy:

@@ -6,6 +6,7 @@ A rank yields every ``Part`` that it holds. Ranks may hold different tensors (pi
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,13 @@ class GivenParts(RankParts):
             name, tensor = item[0], check_readable(item[0], item[3])
             check_name(name)
             try:
-                box = Box(tuple(item[2]), tuple(tensor.shape), tuple(item[1]))
+                # Integers of any kind, such as numpy's, which other ranks could not be sent.
+                whole, offsets = (tuple(map(index, numbers)) for numbers in item[1:3])
+                box = Box(offsets, tuple(tensor.shape), whole)
+            except TypeError as error:
+                raise UsageError(
+                    f"a part of tensor {name!r} has shape {item[1]!r} and offsets {item[2]!r}; give integers"
+                ) from error
             except TensorMismatchError as error:
                 raise ModelError(f"a part of tensor {name!r} cannot be published: {error.message}") from error
             yield ShardPart(name, box), tensor

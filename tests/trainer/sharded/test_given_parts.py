@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -209,6 +210,23 @@ def test_boxes_of_one_process_may_be_any_views_of_its_memory(tmp_path: Path) -> 
         assert run.verify().head == 5
 
 
+def publish_numbers_of_numpy(rank: int, size: int, folder: str) -> None:
+    """Shapes, offsets and arguments are computed with numpy."""
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    own = whole.chunk(size)[rank]
+    source = Shards(Part("w", np.array(whole.shape), np.array([2, 0]) * rank, own))  # type: ignore[arg-type]
+    with Publisher(None, folder, parts=source, budget=Budget(max_share=0.5)) as publisher:
+        own += 1
+        publisher.publish(np.int64(1), wait=True, exact=np.bool_(False))  # type: ignore[arg-type]
+
+
+def test_ranks_take_numbers_of_numpy(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, publish_numbers_of_numpy, folder=str(tmp_path))
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert_holds(open_run(str(tmp_path)), None, {"w": whole + 1})
+    assert open_run(str(tmp_path)).manifest(1).held_back is not None
+
+
 def refused(shards: Shards, url: str, **options: Any) -> str:
     with pytest.raises(DeltaSyncError) as caught, Publisher(None, url, parts=shards, **options) as publisher:
         publisher.publish(1)
@@ -223,6 +241,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     assert "share elements of tensor 'w'" in refused(Shards(upper, overlapping), url)
     assert "a part of tensor 'w'" in refused(Shards(Part("w", (4, 6), (3, 0), weight[:2])), url)
     assert "a part of tensor 'w'" in refused(Shards(Part("w", (4, 6), (0,), weight)), url)
+    assert "'w' has shape (4, 6) and offsets (0.0, 0); give integers" in refused(
+        Shards(Part("w", (4, 6), (0.0, 0), weight)),  # type: ignore[arg-type]
+        url,
+    )
     assert "parts= yields <class 'str'>" in refused(Shards("w"), url)  # type: ignore[arg-type]
     other = Part("w", (5, 6), (2, 0), weight[2:])
     assert "'w' is F32 [5, 6] on rank 0, and F32 [4, 6] on rank 0" in refused(Shards(upper, other), url)
