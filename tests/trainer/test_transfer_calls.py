@@ -1,6 +1,7 @@
 """``DeltaWeightTransfer`` call by call: order, waiting for servers, failures, interrupts."""
 
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,3 +279,20 @@ def test_the_end_hides_no_error(url: str, base: Path, weights: Weights, caplog: 
         with pytest.raises(DeltaSyncError, match="the store is down"):
             transfer.destroy()
         assert transfer.publisher is None
+
+
+def test_a_training_that_fails_leaves_no_handler_of_sigterm(transfer: DeltaWeightTransfer, weights: Weights) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def training() -> None:
+        try:
+            transfer.callback.on_train_begin(None, None, None, model=weights.model)
+            transfer.init_weight_transfer()
+            assert signal.getsignal(signal.SIGTERM) != before
+            raise RuntimeError("training has failed")
+        finally:
+            transfer.destroy()
+
+    with pytest.raises(RuntimeError, match="training has failed"):
+        training()
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -161,10 +161,14 @@ class StopSignal:
                 self._installed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._came_at is None:
+        if self._installed and self._came_at is None:
             self._came_at = time.monotonic()
-        if callable(self._before) and self._before is not signal.default_int_handler:
+        # Once this is closed, a handler that was installed later may still call it, or have put it back.
+        if callable(self._before) and not (self._installed and self._before is signal.default_int_handler):
             self._before(number, frame)
+        elif not self._installed:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def came(self) -> bool:
         """Return whether training is to end now, the same on every rank; to be called by all of them at each step.

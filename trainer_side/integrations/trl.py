@@ -184,16 +184,11 @@ class DeltaWeightTransfer:
             PublishError, ConflictError: it could not be made durable; everything is released in any case. Only logged
                 while another exception is being handled, and without ``stop_on_error``, except for ConflictError.
         """
-        self.let_merge()
-        if sys.exc_info()[1] is not None:
-            self._close_logging_errors()
-            return
         try:
-            self._training.close(finish=True)
-        except PublishError as error:
-            if self._stop_on_error:
-                raise
-            logger.error("the last weights are not published: %s", error)
+            self._close()
+        finally:
+            # The callback does not hear of a training that ends by an exception.
+            self._training.release()
 
     def keep_from_merging(self, model: Any) -> None:
         """Until ``let_merge``, let TRL merge no adapter into a PEFT model that is published without its base.
@@ -211,6 +206,19 @@ class DeltaWeightTransfer:
         self._merging.close()
 
     # Helpers
+
+    def _close(self) -> None:
+        """Do ``destroy`` while the other processes wait."""
+        self.let_merge()
+        if sys.exc_info()[1] is not None:
+            self._close_logging_errors()
+            return
+        try:
+            self._training.close(finish=True)
+        except PublishError as error:
+            if self._stop_on_error:
+                raise
+            logger.error("the last weights are not published: %s", error)
 
     def _make_publisher(self, **options: Any) -> Publisher:
         if self._adapter is None:
@@ -325,7 +333,7 @@ class WaitingCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         try:
             if self._training.waits:
-                self._training.on_rank0("the end", self._transfer.destroy)
+                self._training.on_rank0("the end", self._transfer._close)
         finally:
             self._transfer.let_merge()
             self._training.release()

@@ -168,3 +168,16 @@ def test_sigterm_of_one_rank_ends_all_at_one_step(nursery: Nursery, tmp_path: Pa
     # One rank answers what the others knew at the step before.
     assert steps == [4, 4]
     assert open_run(str(tmp_path / "run")).head().step == 4
+
+
+def stop_afterwards(rank: int, size: int, folder: str) -> None:
+    """SIGTERM reaches a process after a training with two callbacks; there was no handler before."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    callbacks = [DeltaSyncCallback(bucket=f"{folder}/{number}", every=100) for number in range(2)]
+    trainer_of(make_model("qwen3", **SIZES), Path(folder), [*callbacks], max_steps=1).train()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_sigterm_after_a_training_ends_the_process(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.statuses(1, stop_afterwards, folder=str(tmp_path)) == [-signal.SIGTERM]
