@@ -110,6 +110,7 @@ class DeltaWeightTransfer:
         )
         self._sends = 0
         self._sent = False
+        self._handled = 0
         self._merging = ExitStack()
         self.callback = WaitingCallback(self, self._training)
 
@@ -135,6 +136,8 @@ class DeltaWeightTransfer:
                 "callbacks=[transfer.callback] in all of them, or a slow store makes their collective calls time out"
             )
         self._sends, self._sent = 0, False
+        # Trained again, perhaps, where the exception of an earlier training is handled.
+        self._handled = id(sys.exc_info()[1])
         self._training.open(self._make_publisher)
         if self._training.reports.trainer is not None:
             _at_last_log(self._training.reports.trainer, self._settle)
@@ -182,7 +185,8 @@ class DeltaWeightTransfer:
 
         Raises:
             PublishError, ConflictError: it could not be made durable; everything is released in any case. Only logged
-                while another exception is being handled, and without ``stop_on_error``, except for ConflictError.
+                while an exception of the training is being handled, and without ``stop_on_error``, except for
+                ConflictError.
         """
         try:
             self._close()
@@ -210,7 +214,7 @@ class DeltaWeightTransfer:
     def _close(self) -> None:
         """Do ``destroy`` while the other processes wait."""
         self.let_merge()
-        if sys.exc_info()[1] is not None:
+        if sys.exc_info()[1] is not None and id(sys.exc_info()[1]) != self._handled:
             self._close_logging_errors()
             return
         try:
