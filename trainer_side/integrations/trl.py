@@ -324,11 +324,14 @@ class WaitingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training.release()
-        self._training.begin(one_publishes=True)
-        self._training.on_rank0("the beginning", self._transfer.init_weight_transfer)
-        self.opened = self._training.is_rank0
-        if in_world():
-            self._transfer.keep_from_merging(kwargs["model"])
+        with ExitStack() as undo:
+            undo.callback(self._training.release)  # TRL calls nothing more in the other processes
+            self._training.begin(one_publishes=True)
+            self._training.on_rank0("the beginning", self._transfer.init_weight_transfer)
+            self.opened = self._training.is_rank0
+            if in_world():
+                self._transfer.keep_from_merging(kwargs["model"])
+            undo.pop_all()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training.is_stopped(state.global_step):

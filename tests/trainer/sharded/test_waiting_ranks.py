@@ -24,6 +24,7 @@ from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
+from vllm_delta_sync.errors import NotFoundError
 
 GROUP_SECONDS = 4.0
 """The limit of the training's own collective calls."""
@@ -147,6 +148,20 @@ def test_processes_wait_for_the_one_that_trl_calls(nursery: Nursery, tmp_path: P
     run = open_run(str(tmp_path / "run"))
     assert run.manifest(0).kind == "reference"
     assert run.head().version == 2
+
+
+def begin_without_base(rank: int, size: int, folder: str) -> str:
+    before = signal.getsignal(signal.SIGTERM)
+    transfer = DeltaWeightTransfer(f"{folder}/run", f"{folder}/base")
+    with pytest.raises(NotFoundError) as caught:
+        transfer.callback.on_train_begin(None, None, None, model=None)
+    assert signal.getsignal(signal.SIGTERM) == before
+    return caught.value.message
+
+
+def test_a_beginning_that_fails_is_raised_in_all_processes(nursery: Nursery, tmp_path: Path) -> None:
+    own, other = nursery.run(2, begin_without_base, folder=str(tmp_path))
+    assert other == f"rank 0: {own}"
 
 
 def stop_one(rank: int, size: int, folder: str) -> int:
