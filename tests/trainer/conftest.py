@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.support.publishers import Hooked, Trainer
 from tests.trainer.sharded.nursery import Nursery, opened
@@ -25,6 +27,14 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture
 def trainer() -> Trainer:
     return Trainer()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A world of one process."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, get_peft_
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from tests.support.adapters import TARGETS, adapted, randomize
@@ -162,6 +164,17 @@ def test_an_adapter_is_a_run_of_its_own(url: str, tmp_path: Path) -> None:
     with adapter_publisher(model, f"{url}-other", adapter="other") as publisher:
         assert publisher.version == 0
     assert len(open_run(f"{url}-other").table) == len(load_file(tmp_path / "1" / "other" / "adapter_model.safetensors"))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_adapter_that_is_sharded_in_a_world_of_one_is_published(url: str) -> None:
+    model = adapted(qwen3())
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with adapter_publisher(model, url) as publisher, torch.no_grad():
+        for weight in model.parameters():
+            weight += int(weight.requires_grad)
+        publisher.publish(step=1, wait=True)
+    assert_holds(open_run(url), 1, {name: own.full_tensor() for name, own in get_peft_model_state_dict(model).items()})
 
 
 def test_a_branch_goes_on_with_deltas_between_related_adapters(url: str) -> None:

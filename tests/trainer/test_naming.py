@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, saved, train
@@ -16,13 +15,6 @@ from tests.support.publishing import assert_same
 from trainer_side.model.conversion_trace import Replay, View, trace
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.errors import ModelError, UsageError
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())

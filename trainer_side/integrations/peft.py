@@ -48,7 +48,7 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
             config.save_pretrained(str(folder.path))
         finally:
             config.inference_mode = was_training
-        if tensors.need_ranks:
+        if tensors.are_sharded:
             publisher = Publisher(None, bucket, files=folder.path, parts=tensors.parts, **options)
         else:
             publisher = Publisher(tensors.whole, bucket, files=folder.path, **options)
@@ -96,9 +96,14 @@ class AdapterTensors:
         self._adapter, self.config = adapter, known[adapter]
 
     @property
+    def are_sharded(self) -> bool:
+        """Whether a process has boxes of them, though perhaps of each tensor all, as in a world of one."""
+        return any(is_sharded(tensor) for _, tensor in self.whole())
+
+    @property
     def need_ranks(self) -> bool:
         """Whether all ranks of a world have to publish it together."""
-        return in_world() and any(is_sharded(tensor) for _, tensor in self.whole())
+        return in_world() and self.are_sharded
 
     def whole(self) -> list[tuple[str, torch.Tensor]]:
         """Return (name, tensor) as this process has it."""
