@@ -117,7 +117,10 @@ class GivenParts(RankParts):
 
     def _yielded(self) -> Iterator[tuple[ShardPart, torch.Tensor]]:
         """Yield this rank's parts, each with its values."""
-        for item in self._source():
+        found = self._source() if callable(self._source) else None
+        if not isinstance(found, Iterable):
+            raise UsageError("parts= gives no parts; give a function that yields trainer_side.Part each time")
+        for item in found:
             if not isinstance(item, tuple) or len(item) != len(Part._fields) or not isinstance(item[0], str):
                 raise UsageError(
                     f"parts= yields {str(type(item))[:80]}; yield trainer_side.Part(name, shape, offsets, tensor)"

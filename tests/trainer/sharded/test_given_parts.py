@@ -246,6 +246,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         url,
     )
     assert "parts= yields <class 'str'>" in refused(Shards("w"), url)  # type: ignore[arg-type]
+    for no_function in ([upper], lambda: None):
+        assert "parts= gives no parts" in refused(no_function, url)  # type: ignore[arg-type]
     other = Part("w", (5, 6), (2, 0), weight[2:])
     assert "'w' is F32 [5, 6] on rank 0, and F32 [4, 6] on rank 0" in refused(Shards(upper, other), url)
     assert "parts=" in refused(Shards(upper), url, exclude="x")
