@@ -169,7 +169,8 @@ class PublishSession:
             own.append(waits and deadline.passed)
             work = partial(lambda own: [checked(), *own], own)
             waits, busy, failed, dirty, late = self._group.reduce_on_rank0(what, work, _agreed)
-            self._last = LastCall(check_step(step), weights is not None)
+            step = check_step(step)
+            self._last = LastCall(step, weights is not None)
             if busy and late:
                 raise _late(f"step {step} is not published", deadline)
             if busy and waits:
