@@ -102,12 +102,25 @@ def test_drift_of_one_engine_is_found(site: Site) -> None:
 def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
     site.receiver.advance()
     site.world.train(1)
-    site.cores[engine].is_sleeping = True
+    site.cores[engine].sleeping_tags = {"weights", "kv_cache"}
     with pytest.raises(EngineError, match="sleeps"):
         site.receiver.advance()
     assert not any(line.startswith("delta_sync_pause ") for core in site.cores for line in core.log)
-    site.cores[engine].is_sleeping = False
+    site.cores[engine].sleeping_tags = {"kv_cache"}
     site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+def test_commit_in_a_pause_of_another_caller_leaves_it_on(site: Site) -> None:
+    site.receiver.advance()
+    site.world.train(1)
+    for core in site.cores:
+        core.pause_scheduler("keep", False)
+    site.receiver.advance()
+    assert [core.state for core in site.cores] == ["PAUSED_ALL"] * ENGINES
+    for core in site.cores:
+        core.resume_scheduler()
     site.expect(1)
     site.expect_exact()
 

@@ -35,13 +35,13 @@ class EngineCore:
 
     Attributes:
         busy: whether a pause is complete only when ``stop`` is called. labels: all that its outputs were given.
+        sleeping_tags: what of its memory sleeps.
     """
-
-    is_sleeping = False
 
     def __init__(self) -> None:
         self.busy = False
         self.labels: list[str] = []
+        self.sleeping_tags: set[str] = set()
         self.scheduler = Scheduler()
         self.model_executor = self
         self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -97,8 +97,6 @@ class Core(EngineCore):
         method = decode_request(args[0]).operation if args and isinstance(args[0], bytes) else ""
         self.log.append(f"{name} {method}")
         self.hook(name, method)
-        if name == "is_sleeping":
-            return self.is_sleeping
         return getattr(self.guard, name.removeprefix("delta_sync_"))(*args)
 
 

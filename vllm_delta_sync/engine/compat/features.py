@@ -67,6 +67,7 @@ NEEDED = {
         "LoRAModelManager._active_adapters",
     ),
     "vllm.lora.worker_manager": ("WorkerLoRAManager._load_adapter",),
+    "vllm.v1.executor.abstract": ("Executor.sleeping_tags",),
     "vllm.v1.request": ("Request.block_hashes", "Request.cache_salt", "Request.update_block_hashes"),
 }
 """Module of vLLM → what this package cannot do without: methods, and attributes that a constructor sets."""

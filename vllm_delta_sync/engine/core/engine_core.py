@@ -100,7 +100,7 @@ class PauseWatchdog:
             self.renew(limit_s)
             return self._active.outcome
         engine = self._engine
-        if engine.model_executor.is_sleeping:
+        if self.sleeps():
             raise RuntimeError("the engine sleeps and holds no weights to patch; wake it up first")
         self._caches.use(prefix_cache)
         before = engine.scheduler.pause_state
@@ -131,6 +131,11 @@ class PauseWatchdog:
             raise
         self._active = paused
         return paused.outcome
+
+    def sleeps(self) -> bool:
+        """Return whether the weights are not in memory. vLLM's ``is_sleeping`` is also True in a pause, and while only
+        the KV cache sleeps."""
+        return "weights" in self._engine.model_executor.sleeping_tags
 
     def _drop_after(self, pending: "Future[Any]") -> "Future[int]":
         """Drop caches once the loop is idle; on its thread, where vLLM completes ``pending``."""
@@ -362,6 +367,7 @@ def install(engine: Any) -> None:
     # vLLM calls utility methods by name and converts the arguments to what their signatures say.
     for method in (
         watchdog.pause,
+        watchdog.sleeps,
         watchdog.renew,
         watchdog.resume,
         watchdog.call_ranks,

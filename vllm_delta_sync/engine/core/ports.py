@@ -284,7 +284,7 @@ class ServerEnginePort:
             EngineError: an engine sleeps; none was paused.
         """
         # If one engine refused, engines that run in step with it would wait for it.
-        if len(self._engines) > 1 and any(await self._call_engines("is_sleeping")):
+        if len(self._engines) > 1 and any(await self._call_engines("delta_sync_sleeps")):
             raise EngineError("the engine sleeps and holds no weights to patch; wake it up first (POST /wake_up)")
         changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
         request = asyncio.ensure_future(
