@@ -102,9 +102,12 @@ def test_another_front_end_is_none_of_our_business(environment: dict[str, str]) 
     [
         ({features.RUST_FRONT_END: "1"}, [], EngineError, "VLLM_USE_RUST_FRONTEND is '1'"),
         ({}, ["--grpc"], UsageError, "--grpc starts a server that loads no plugins"),
+        ({}, ["--worker-extension-cls", "own.Class"], UsageError, "--worker-extension-cls is set by delta-sync serve"),
+        # vLLM takes underscores too, and the last of two flags.
+        ({}, ["--worker_extension_cls=own.Class"], UsageError, "--worker-extension-cls is set by delta-sync serve"),
     ],
 )
-def test_serve_refuses_servers_without_plugins(
+def test_serve_refuses_flags_under_which_nothing_would_follow(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],

