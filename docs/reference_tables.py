@@ -25,6 +25,7 @@ STATUS_FIELDS = {
     "ready.ready": "whether requests may be sent to this server",
     "ready.reasons": "why not: causes with their remedies; empty if they may",
     "holding": "whether new versions wait for POST /delta_sync/release",
+    "requested": "whether a request is under way that may lead to another version: sync, release or target",
     "undo": "versions that POST /delta_sync/rollback can revert to, newest first",
     "ranks": "one entry per rank, once the weights have been scanned",
     "ranks[].rank": "its number",

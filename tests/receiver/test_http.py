@@ -259,6 +259,34 @@ def test_version_that_does_not_come_by_itself_is_409(served: Served, words: str)
         assert served.get("ready").json() == {"ready": True, "reasons": [], "served": 1, "head": 1, "lag": 0}
 
 
+@pytest.mark.parametrize(
+    "served", [{"policy": "manual"}, {"target": "0"}], indirect=True, ids=["manual", "fixed target"]
+)
+def test_version_that_was_requested_is_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the bucket has been read, nothing else tells that a request is under way."""
+    receiver = served.site.service.receiver
+    reading, leave, poll = threading.Event(), threading.Event(), receiver.history.poll
+
+    def slow(*arguments: Any) -> Any:
+        reading.set()
+        assert leave.wait(120)
+        return poll(*arguments)
+
+    served.site.publish(1)
+    monkeypatch.setattr(receiver.history, "poll", slow)
+    requests = [later(served.tell, "sync", {"version": 1})]
+    assert reading.wait(120)
+    if served.site.settings.policy == "manual":
+        requests.append(later(served.tell, "sync"))  # waits for the one before
+    waiting = [later(served.ask, 1), later(served.get, "wait?version=1&timeout=120")]
+    served.wait_for_waiters(2)
+    leave.set()
+    assert [one.result(120).status_code for one in waiting] == [200, 200]
+    for request in requests:
+        request.result(120)
+    assert served.ask(2).status_code == 409
+
+
 def test_waiters_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_WAITING", 3)
     waiting = [later(served.ask, 1) for _ in range(3)]

@@ -22,6 +22,8 @@ LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0
 NOTICE_WAIT_SECONDS = 0.5
 MIN_POLL_SECONDS = 0.02
+MOVING = ("sync", "release", "target")
+"""Requests after which a version may be served that would not come by itself."""
 STOPPED = "following has stopped, so this request was not carried out"
 END_HEARTBEAT_SECONDS = 5.0
 """Longest delay of this process's exit for the last heartbeat."""
@@ -111,6 +113,8 @@ class ReceiverService:
             a future of the status reached (of the verdict for ``verify``), or of the error.
         """
         future: Future[Any] = Future()
+        if action in MOVING:
+            self.receiver.board.add_request(future)
         self._requests.put((action, argument, future))
         self._wake.set()
         if self._stop.is_set():

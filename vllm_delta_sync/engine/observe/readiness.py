@@ -46,6 +46,8 @@ def unreachable(status: Answer, version: int) -> str | None:
     wanted = f"version {version} is wanted, {served} is served, the head is {head}"
     if state in FINAL_STATES:
         return f"{wanted}, and the state is {state}{_error(status)}; ask another server"
+    if status["requested"] or (served is not None and served >= version):
+        return None
     if target.isdecimal() and int(target) < version:
         return f"{wanted}, and the target is {target}; ask another server, or change it (POST /delta_sync/target)"
     if status["holding"] and served is not None:
@@ -57,7 +59,8 @@ def unreachable(status: Answer, version: int) -> str | None:
 
 def _waits_for_request(status: Answer) -> bool:
     """Return whether the server does nothing until a request, by policy ``manual``."""
-    return status["policy"] == "manual" and status["state"] in ("idle", "waiting_for_run")
+    idle = status["state"] in ("idle", "waiting_for_run") and not status["requested"]
+    return status["policy"] == "manual" and idle
 
 
 def _served(status: Answer) -> int | None:

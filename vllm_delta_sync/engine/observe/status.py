@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from vllm_delta_sync import __version__
@@ -33,6 +34,7 @@ class StatusBoard:
         goal: the version that a receiver of the head serves; None if there is none.
         target: what is followed: head, a version, or tag:NAME.
         holding: whether new versions are ignored.
+        requests: those that may lead to another version, and are not answered yet.
         ahead_of_target: whether the served version is newer than the target.
         asleep: whether the engine's weights were out of memory when last asked.
         invalidated: whether the weights were found to be no version. polls: how often the bucket was polled.
@@ -56,6 +58,7 @@ class StatusBoard:
         self.head: Manifest | None = None
         self.goal: int | None = None
         self.holding = False
+        self.requests: set[Future[Any]] = set()
         self.ahead_of_target = False
         self.invalidated = False
         self.asleep = False
@@ -93,6 +96,17 @@ class StatusBoard:
                 self._served_since = self.served, time.monotonic()
         for changed in self._watchers:
             changed()
+
+    def add_request(self, request: "Future[Any]") -> None:
+        """Show that a request to serve another version waits or is carried out, until it is answered."""
+
+        def ended(request: "Future[Any]") -> None:
+            self.requests.discard(request)
+            self.set()
+
+        self.requests.add(request)
+        self.set()
+        request.add_done_callback(ended)
 
     def enter(self, state: State, **values: Any) -> None:
         """Change the state, and other attributes with it as ``set`` does; every change of state passes here."""
@@ -168,6 +182,7 @@ class StatusBoard:
             "policy": self._policy,
             "target": self.target,
             "holding": self.holding,
+            "requested": bool(self.requests),
         }
 
     def _lag(self) -> int | None:
