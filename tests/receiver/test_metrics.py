@@ -15,13 +15,17 @@ from tests.support.chains import Server
 from tests.support.marked import MarkedChain
 from tests.support.running import ROOT, run_python
 from tests.support.world import World
+from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.follow import updater
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.staging.stage import PhaseTimer
-from vllm_delta_sync.errors import NotFoundError, error_kinds
+from vllm_delta_sync.errors import ChainError, NotFoundError, error_kinds
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.settings import Settings
 
 
 def sample(name: str, **labels: str) -> float:
@@ -120,6 +124,28 @@ def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) 
     assert str(run) not in ours
     kinds = set(re.findall(r'delta_sync_failures_total\{kind="(\w+)"\}', ours))
     assert kinds == set(error_kinds())
+
+
+def test_waiting_is_no_failure(tmp_path: Path) -> None:
+    """For a publisher, or for the version that the target names; the alert DeltaSyncFailing does not fire."""
+    world = World(tmp_path)
+    failures = {kind: grown("failures_total", kind=kind) for kind in ("not_found", "chain")}
+    waiting = Receiver(world.port, Settings(bucket=str(tmp_path / "nothing")))
+    with pytest.raises(NotFoundError):
+        waiting.advance()
+    assert waiting.status()["last_error"]["kind"] == "not_found"
+    world.follow(target="tag:best")
+    run = open_run(world.url)
+    with pytest.raises(NotFoundError, match="has no tag 'best'"):
+        world.receiver.advance()
+    world.train(1)
+    set_tag(run, "best", 1)
+    world.receiver.advance()
+    set_tag(run, "best", 0)
+    with pytest.raises(ChainError, match="does not roll back by itself"):
+        world.receiver.advance()
+    assert world.receiver.served_version == 1
+    assert {kind: count() for kind, count in failures.items()} == {"not_found": 0, "chain": 0}
 
 
 def test_vllm_keeps_them_and_names_are_as_prometheus_wants_them() -> None:

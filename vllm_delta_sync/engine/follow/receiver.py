@@ -49,8 +49,7 @@ class Receiver:
     Attributes:
         settings: with the target in force.
         history, planner: of the run followed.
-        target_unavailable: whether the target named no version that can be served when last resolved, which is no
-            failure.
+        target_unavailable: whether the target named no version that can be served when last resolved.
         goal_version: the version that the running update leads to; None when idle.
         server_fields: returns what the API server that leads adds to the status.
         announced_version: the version that a notice named, prefetched by the next poll; None if no notice came.
@@ -565,10 +564,22 @@ class Receiver:
 
     # Reporting
 
+    def only_waits(self, error: DeltaSyncError) -> bool:
+        """Return whether an error is no failure: nothing is published yet, or not what the target names; the target is
+        older than the served version; or the engine sleeps."""
+        match error:
+            case NotFoundError():
+                return self.board.head is None or (self.target_unavailable and self.served_version is not None)
+            case ChainError():
+                return self.board.ahead_of_target
+            case BusyError():
+                return self.board.asleep
+        return False
+
     def fail(self, error: DeltaSyncError) -> None:
         """Show an error in the status until something succeeds; end the engine if its weights are unknown."""
         if not isinstance(error, WeightsLostError):
-            self.board.report_error(error)
+            self.board.report_error(error, is_failure=not self.only_waits(error))
         elif self.board.state != "lost":
             self.board.report_error(error, "lost")
             logger.critical("%s: %s", error.kind, error.message)

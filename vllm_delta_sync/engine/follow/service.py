@@ -12,7 +12,7 @@ from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrderStore
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError, SignatureError
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, NoticeError, SignatureError
 from vllm_delta_sync.log_throttle import LogThrottle, without_numbers
 from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.curve import client_keys
@@ -206,14 +206,9 @@ class ReceiverService:
             elif served is not None:
                 receiver.check_served()
             self._failures = 0
-        except NotFoundError as error:
-            # Waiting for a publisher is no failure: the poll interval stays.
-            self._failures = 0 if receiver.board.head is None or self._awaits_target() else self._failures + 1
-            self._log_error(error)
         except DeltaSyncError as error:
-            # Sleep is no failure: the first poll after it must not be late.
-            waits = self._awaits_target() or receiver.board.asleep
-            self._failures = 0 if waits else self._failures + 1
+            # While it waits the poll interval stays: what it waits for must not be seen late.
+            self._failures = 0 if receiver.only_waits(error) else self._failures + 1
             self._log_error(error)
         except Exception as error:  # the thread must survive any bug, and the status must show it
             self._failures += 1
@@ -221,10 +216,6 @@ class ReceiverService:
             self.receiver.fail(failure)
             if self._throttle.is_due(without_numbers(failure.message)):
                 logger.exception("the receiver failed unexpectedly; it will retry")
-
-    def _awaits_target(self) -> bool:
-        """Return whether the only problem is that the target names no version that can be served now."""
-        return self.receiver.target_unavailable and self.receiver.served_version is not None
 
     def _has_requests(self) -> bool:
         """Return whether a request waits; called between two commits."""

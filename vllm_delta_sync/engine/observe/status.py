@@ -20,7 +20,7 @@ from vllm_delta_sync.engine.observe.readiness import Answer, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
-from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
+from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
 
 RECENT_COMMITS = 64
@@ -119,9 +119,9 @@ class StatusBoard:
             state = "held" if self.holding or self.ahead_of_target else "idle"
         self.enter(state, **values)
 
-    def report_error(self, error: DeltaSyncError, state: State | None = None) -> None:
+    def report_error(self, error: DeltaSyncError, state: State | None = None, *, is_failure: bool = True) -> None:
         """Show an error until something succeeds. The states ``refused`` and ``lost`` stay."""
-        if not (self.asleep and isinstance(error, BusyError)):  # sleep is no failure
+        if is_failure:
             metrics.count_failure(error.kind)
         shown = {"kind": error.kind, "message": error.message}
         if state is not None:
