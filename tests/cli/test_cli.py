@@ -327,14 +327,22 @@ def test_a_reader_that_goes_away(line: tuple[str, ...], code: int, tmp_path: Pat
         assert started.wait(60) == code
 
 
-def test_output_that_cannot_be_written() -> None:
-    command = f"{sys.executable} -m vllm_delta_sync.cli log --bucket {GOLDEN}"
-    cases = ((">/dev/full", 4, "the output cannot be written"), (">&-", 0, ""), ("2>&-", 0, ""))
-    for redirection, code, said in cases:
-        done = subprocess.run(["/bin/sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, timeout=60)
-        assert done.returncode == code
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    for line, redirection, code, said in (
+        (f"log --bucket {GOLDEN}", ">/dev/full", 4, "the output cannot be written"),
+        (f"log --bucket {GOLDEN}", ">&-", 0, ""),
+        (f"log --bucket {GOLDEN}", "2>&-", 0, ""),
+        ("log --bucket /nowhere", "2>&-", 3, ""),
+        (f"doctor --read-only --bytes 0 --bucket {GOLDEN}", ">&-", 0, ""),
+        (f"follow --once --bucket {GOLDEN} --to {tmp_path / 'out'}", ">&-", 0, ""),
+        (f"verify --bucket {GOLDEN}", "2>&-", 0, ""),
+    ):
+        command = f"{sys.executable} -m vllm_delta_sync.cli {line} {redirection}"
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, command
         assert said in done.stderr
         assert "Traceback" not in done.stderr
+        assert code == 0 or not done.stdout
 
 
 def test_a_terminal_that_knows_ascii_only() -> None:

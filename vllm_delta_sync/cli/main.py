@@ -170,8 +170,7 @@ def run(arguments: Sequence[str]) -> int:
             report.show(report.data)
         elif report.error is not None:
             print_error(report.error)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader has seen enough; what was done, or found, is as it is.
         discard_output()
@@ -184,14 +183,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def discard_output(*streams: TextIO) -> None:
-    """Write to nowhere what is still printed to streams, by default both: Python would report a failure at exit again.
-
-    A stream that was closed when the process began is None, and stays so.
-    """
+    """Write to nowhere what is printed to streams, by default both: Python would report a failure again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams or (sys.stdout, sys.stderr):
-        if stream is not None:
-            os.dup2(nowhere, stream.fileno())
+        os.dup2(nowhere, stream.fileno())
 
 
 def main() -> int:
@@ -219,10 +214,12 @@ def main() -> int:
       0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network,
       5 another writer, 130 interrupted, 141 output closed
     """
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            # Escape characters that the terminal's encoding lacks, instead of failing.
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for name in ("stdout", "stderr"):
+        # None if it was closed when the process began. ``print`` would then write errors to standard output.
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        # Escape characters that the terminal's encoding lacks, instead of failing.
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
     try:
         return run(sys.argv[1:])
     except KeyboardInterrupt:
