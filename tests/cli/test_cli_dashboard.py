@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import signal
 import socket
@@ -169,6 +170,20 @@ def test_what_report_cannot_do_is_said(busy: PageRun, tmp_path: Path) -> None:
     wrong = ("--server", "ftp://host")
     assert kind(2, "report", "--bucket", busy.folder, *wrong, "--to", tmp_path / "report.html") == "usage"
     assert not list(tmp_path.iterdir())
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link", ".", ""):
+        assert kind(2, "report", "--bucket", busy.folder, "--to", name and tmp_path / name) == "usage"
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_report_keeps_the_link_that_leads_to_it(busy: PageRun, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "report.html")
+    for _ in range(2):
+        assert answer("report", "--bucket", busy.folder, "--to", tmp_path / "link.html")["last"] == 40
+        assert (tmp_path / "link.html").is_symlink()
+        assert (tmp_path / "report.html").read_bytes().startswith(b"<!doctype html>")
 
 
 def test_a_damaged_and_an_empty_run_have_a_report(tmp_path: Path) -> None:

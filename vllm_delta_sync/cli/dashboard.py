@@ -110,9 +110,10 @@ def report(options: argparse.Namespace) -> Report:
     run = _reader(options).read()
     now = time.time()
     overview = build_overview("report", now, RunView(run, None, now), _servers(options), STATES)
-    page, path = report_page(overview), Path(options.to)
-    if not path.name:
-        raise UsageError(f"--to {options.to!r} is a folder; name a file")
+    # What a link leads to is replaced, as by a shell's ``>``, and not the link.
+    page, path = report_page(overview), Path(os.path.realpath(options.to))
+    if path.exists() and not path.is_file():
+        raise UsageError(f"--to {options.to!r} is a folder, a device or a pipe; name a file")
     try:
         # Whole, or the old one stays.
         write_atomically(path, page, path.with_name(f".{path.name}.{os.getpid()}"), 0o644)
