@@ -5,8 +5,10 @@ Requests go to the named server only: no proxy is used and no redirect is follow
 
 import http.client
 import json
-import math
 import re
+import socket
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -45,6 +47,8 @@ MAX_MESSAGE = 2000
 MAX_NAME = 100
 MAX_ITEMS = 64
 """Most items of a list in a status that are shown."""
+MAX_MILLISECONDS = 1e15
+"""Longer durations in a status, which no server can mean, are not shown."""
 STAGING = ("fetch", "verify", "decode", "route", "rescan")
 """Phases of ``timings_ms`` in the status that run beside generation."""
 NOT_LOADED = (
@@ -126,7 +130,7 @@ class RecentUpdate(_Untrusted):
     payload: int | None = Field(None, validation_alias="payload_bytes")
     timings: Annotated[
         dict[str, float],
-        BeforeValidator(lambda found: {name: float(ms) for name, ms in found.items() if _is_number(ms)}),
+        BeforeValidator(lambda found: {name: float(ms) for name, ms in found.items() if _is_duration(ms)}),
         Field(validation_alias="timings_ms", exclude=True),
     ] = {}
 
@@ -183,8 +187,8 @@ class ServerStatus(_Untrusted):
     ] = []
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _is_duration(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < MAX_MILLISECONDS  # type: ignore[arg-type]
 
 
 def check_server_url(url: str) -> None:
@@ -192,6 +196,8 @@ def check_server_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
+        # As a connection would write it: an empty or too long label of a name is an error there.
+        (host or "").encode("idna")
     except ValueError as error:
         raise UsageError(f"server URL {url[:200]!r} is not valid: {error}") from error
     if parts.scheme not in ("http", "https") or not host or not url.isascii() or " " in url:
@@ -225,19 +231,30 @@ def ask(
     port = parts.port or (443 if parts.scheme == "https" else 80)
     connection = connect(parts.hostname or "", port, timeout=REQUEST_SECONDS)
     seconds = REQUEST_SECONDS if seconds is None else seconds
-    connected = False
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if body is not None:
         headers["Content-Type"] = "application/json"
+    late = threading.Event()
+
+    def give_up(sock: socket.socket) -> None:
+        late.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = None
     try:
         connection.connect()
-        connected = True
-        connection.sock.settimeout(seconds)
+        # Instead of a timeout of the socket, which begins again with each byte.
+        connection.sock.settimeout(None)
+        timer = threading.Timer(seconds, give_up, (connection.sock,))
+        timer.start()
         connection.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         data = answer.read(MAX_ANSWER_BYTES + 1)
+        if late.is_set():
+            raise TimeoutError
     except (OSError, http.client.HTTPException) as error:
-        if connected and isinstance(error, TimeoutError):
+        if late.is_set():
             raise DeadlineError(
                 f"{url} took the request and did not answer within {seconds:g} s; it may still do what was asked: see "
                 "its log, and ask again or wait longer"
@@ -247,6 +264,8 @@ def ask(
             f"{url} does not answer: {reason}; check host and port, and whether the server has started"
         ) from error
     finally:
+        if timer is not None:
+            timer.cancel()
         connection.close()
     if len(data) > MAX_ANSWER_BYTES:
         raise FormatError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes, so it is not a vLLM server")

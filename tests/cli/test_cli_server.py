@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from tests.support.answers import Answer, answering, closed_port, silent
+from tests.support.answers import Answer, answering, closed_port, dripping, silent
 from tests.support.chains import Chain
 from tests.support.commands import Done, answer, delta_sync, kind, refusal, shown
 from tests.support.web import TOKEN, Site, listening
@@ -242,6 +242,8 @@ def test_nobody_listens_or_answers() -> None:
         failed(delta_sync(*order.split(), "--server", url), 4, "unavailable", url, "refused", "has started")
     with silent() as quiet:
         failed(delta_sync("hold", "--server", quiet, "--timeout", "0.3"), 4, "deadline", quiet, "within 0.3 s")
+    with dripping() as slow:
+        failed(delta_sync("hold", "--server", slow, "--timeout", "0.3"), 4, "deadline", slow, "within 0.3 s")
 
 
 def test_the_default_is_the_port_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +294,10 @@ def test_what_a_server_says_is_harmless() -> None:
         "lag": {},
         "ready": {"reasons": [{"\x1b": 1}, 7]},
         "last_error": {"kind": "store", "message": "\x1b]0;x" + "y" * 9999},
-        "recent": [3, {"version": "1", "changed": None, "timings_ms": {"pause": "long", "fetch": 1.5}}],
+        "recent": [
+            3,
+            {"version": "1", "changed": None, "timings_ms": {"pause": "long", "fetch": 1.5, "route": 10**400}},
+        ],
         "ok": False,
         "error": {"kind": "of the server"},
     }
@@ -310,7 +315,16 @@ def test_what_a_server_says_is_harmless() -> None:
 @pytest.mark.parametrize(
     "named",
     [
-        *("", "localhost:8000", "ftp://127.0.0.1", "http://", "http://[x", "http://x:99999", "http://x#y"),
+        *(
+            "",
+            "localhost:8000",
+            "ftp://127.0.0.1",
+            "http://",
+            "http://[x",
+            "http://x:99999",
+            "http://x#y",
+            "http://x..y",
+        ),
         *("http://u:p@127.0.0.1", "http://127.0.0.1/?token=x"),
     ],
 )

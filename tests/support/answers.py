@@ -5,7 +5,7 @@ For what no real store does on order."""
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -100,6 +100,26 @@ def silent() -> Iterator[str]:
     """URL of a server that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@contextmanager
+def dripping() -> Iterator[str]:
+    """URL of a server that sends one byte of an answer after another, without an end."""
+    ended = threading.Event()
+
+    def drip() -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+            while not ended.wait(0.05):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ended.set()
+        thread.join()
 
 
 def closed_port() -> int:
