@@ -439,8 +439,11 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
             Keyring.load(**files)  # type: ignore[arg-type]
 
 
-def test_keyring_from_files(tmp_path: Path) -> None:
+def test_keyring_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = generate(tmp_path / "a"), generate(tmp_path / "b")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Keyring.load("~/a.pub, ~/b.pub").trusted == {first, second}
+    assert Keyring.load(None, "~/a").public == first
     assert Keyring.load(f"{tmp_path / 'a.pub'} , {tmp_path / 'b.pub'},").trusted == {first, second}
     assert Keyring.load([tmp_path / "a.pub", str(tmp_path / "b.pub")]).trusted == {first, second}
     alone = Keyring.load(None, tmp_path / "a")

@@ -1,5 +1,6 @@
 """``Keyring`` holds the configured keys: it signs documents, and refuses those that no trusted key has signed."""
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ class Keyring:
     def load(
         cls, trusted_keys: str | Sequence[str | Path] | None = None, signing_key: str | Path | None = None
     ) -> "Keyring":
-        """Read keys from files.
+        """Read keys from files. A path may begin with ``~``, which a shell does not replace in a list or a file.
 
         Args:
             trusted_keys: public key files; a string is split at commas.
@@ -44,11 +45,15 @@ class Keyring:
         Raises:
             SettingsError: a file cannot be read or is not such a key, or the list is empty.
         """
-        signer = None if signing_key is None else load_private(Path(signing_key))
+        signer = None if signing_key is None else load_private(Path(os.path.expanduser(signing_key)))
         if trusted_keys is None:
             return cls(() if signer is None else [public_hex(signer.public_key())], signer)
         parts = trusted_keys.split(",") if isinstance(trusted_keys, str) else trusted_keys
-        files = [Path(part.strip() if isinstance(part, str) else part) for part in parts if str(part).strip()]
+        files = [
+            Path(os.path.expanduser(part.strip() if isinstance(part, str) else part))
+            for part in parts
+            if str(part).strip()
+        ]
         if not files:
             raise SettingsError(
                 "trusted_keys names no file; give public key files, separated by commas, or leave the setting out"
