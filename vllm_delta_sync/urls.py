@@ -14,6 +14,7 @@ MAX_KEY_PART_BYTES = 255
 
 _PART = re.compile(r"[A-Za-z0-9._-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 _MISSPELLED = re.compile(r"(hf|s3|gs|az|memory)(?::|//)", re.IGNORECASE)
 OBJECT_STORES = ("s3", "gs", "az", "memory")
@@ -113,8 +114,9 @@ def local_path(url: str) -> Path:
     Raises:
         UsageError: the URL is empty, names another host, or is a misspelled URL of another scheme.
     """
-    if not url or "\0" in url:
-        raise UsageError(f"bucket URL {url!r} is empty or has a zero byte; give {_SUPPORTED_URLS}")
+    # A variable from a file with the line ends of Windows ends in a carriage return, and would make another folder.
+    if not url or _CONTROL.search(url):
+        raise UsageError(f"bucket URL {url!r} is empty or has a control character; give {_SUPPORTED_URLS}")
     scheme = _SCHEME.match(url)
     if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
         misspelled = _MISSPELLED.match(url)
@@ -143,8 +145,8 @@ def local_path(url: str) -> Path:
     if parts.query or parts.fragment:
         raise UsageError(f"bucket URL {url!r} has a '?' or '#'; write them as %3F and %23 in a file URL")
     path = unquote(parts.path)
-    if "\0" in path:
-        raise UsageError(f"bucket URL {url!r} has a zero byte in its path; give {_SUPPORTED_URLS}")
+    if _CONTROL.search(path):
+        raise UsageError(f"bucket URL {url!r} has a control character in its path; give {_SUPPORTED_URLS}")
     return Path(path)
 
 

@@ -242,8 +242,10 @@ def test_forms_of_the_url(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("", "is empty or has a zero byte"),
-        ("a\0b", "is empty or has a zero byte"),
+        ("", "is empty or has a control character"),
+        ("a\0b", "is empty or has a control character"),
+        ("/data/run\r", "is empty or has a control character"),
+        ("file:///data/run\r", "is empty or has a control character"),
         ("ftp://host/path", "unknown scheme 'ftp'; supported: a path, file:///absolute/path, hf://"),
         ("s3://", "names no bucket: write s3://bucket/run"),
         ("s3://bucket/a//b", "has a path that cannot be used"),
@@ -257,7 +259,7 @@ def test_forms_of_the_url(form: str, tmp_path: Path) -> None:
         ("file://server/share", "names the host 'server'"),
         ("file:///a?b=c", "'?' or '#'"),
         ("file:///a#b", "'?' or '#'"),
-        ("file:///a%00b", "zero byte"),
+        ("file:///a%00b", "has a control character in its path"),
     ],
 )
 def test_urls_that_are_refused(url: str, message: str) -> None:
