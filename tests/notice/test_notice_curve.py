@@ -98,6 +98,8 @@ def test_the_list_counts_as_it_is_now(site: Site, caplog: pytest.LogCaptureFixtu
     hear(site.subscriber(site.server, site.trainer), 1)
     assert "a key is ignored" in caplog.text
     assert "broken.pub' is not a CURVE certificate" in caplog.text
+    (site.allowed / "gone.pub").symlink_to("nowhere")
+    hear(site.subscriber(site.server, site.trainer), 1)
     caplog.clear()
     (site.allowed / "server.pub").unlink()
     hears_nothing(site.subscriber(site.server, site.trainer), SECONDS)

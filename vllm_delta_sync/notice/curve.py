@@ -147,7 +147,8 @@ class AllowList:
         try:
             files = [self._path]
             if self._path.is_dir():
-                files = sorted(file for file in self._path.iterdir() if file.suffix in SUFFIXES)
+                # A link that leads nowhere, or a file that is being removed, must not keep out the others.
+                files = sorted(file for file in self._path.iterdir() if file.suffix in SUFFIXES and file.exists())
             found = [(file, file.stat()) for file in files]
         except OSError as error:
             raise SettingsError(f"{self._what} {str(self._path)!r} cannot be read: {error.strerror}") from error
