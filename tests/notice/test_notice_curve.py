@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.auth
 
+from tests.support.exporting import file_size_limit
 from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, hear, hears_nothing, public
 from trainer_side import Publisher
 from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
@@ -135,6 +136,10 @@ def test_generated_keys(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConflictError, match=r"key\.pub exists already"):
         curve.generate(path)
+    public(path).unlink()
+    with file_size_limit(0), pytest.raises(StoreError, match="TMPDIR"):
+        curve.generate(path)
+    assert not list(tmp_path.iterdir())
     assert not path.exists()
     with pytest.raises(StoreError, match="cannot be written"):
         curve.generate(tmp_path / "absent" / "key")

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import zmq
 from zmq.auth import Authenticator, create_certificates, load_certificate
 
-from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.errors import SettingsError, StoreError
 from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.notice.sockets import Context, Socket, received
 from vllm_delta_sync.trust.keys import PUBLIC_SUFFIX, check_private, write_pair
@@ -43,9 +43,13 @@ def generate(path: Path) -> str:
         SettingsError: ZeroMQ was built without CURVE.
     """
     _check_curve()
-    with TemporaryDirectory() as folder:  # only this user can enter it; ``write_pair`` sets modes, and replaces nothing
-        public, secret = create_certificates(folder, "pair")
-        write_pair(path, Path(secret).read_bytes(), Path(public).read_bytes())
+    try:
+        # Only this user can enter the folder; ``write_pair`` sets modes, and replaces nothing.
+        with TemporaryDirectory() as folder:
+            public, secret = create_certificates(folder, "pair")
+            write_pair(path, Path(secret).read_bytes(), Path(public).read_bytes())
+    except OSError as error:
+        raise StoreError(f"the key cannot be made in the temporary directory: {error.strerror}; set TMPDIR") from error
     return load_certificate(path)[0].decode()
 
 
