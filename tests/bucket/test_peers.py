@@ -370,7 +370,8 @@ def test_connections_are_bounded_and_slow_ones_are_cut(site: Site, monkeypatch: 
     ref, data = site.put(100)
     server = site.serve("mirror")
     with ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), 30)) for _ in range(3)]
+        where = ("127.0.0.1", int(server.server_address[1]))
+        slow = [stack.enter_context(socket.create_connection(where, 30)) for _ in range(3)]
         for each in slow[:2]:
             each.sendall(b"GET / HTTP/1.1\r\n")
         assert [each.recv(1) for each in slow] == [b""] * 3

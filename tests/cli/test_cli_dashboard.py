@@ -22,7 +22,9 @@ from tests.cli.test_cli_signing import KeyedRun
 from tests.support.answers import Answer, answering, closed_port
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.page_runs import HOSTILE, PageRun, busy_run, empty_run, hostile_run, hostile_status
+from vllm_delta_sync.cache.peer_server import PeerServer
 from vllm_delta_sync.dashboard import page
+from vllm_delta_sync.dashboard.web_server import DashboardServer
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.settings import environment_name
 
@@ -280,3 +282,12 @@ def test_dashboard_ends_at_once_if_it_cannot_begin(busy: PageRun, tmp_path: Path
     signed = KeyedRun(tmp_path, first="stranger")
     trusted = {environment_name("trusted_keys"): signed.pub("root")}
     assert kind(1, "dashboard", "--bucket", signed.url, **trusted) == "signature"
+
+
+@pytest.mark.parametrize("make", [DashboardServer, PeerServer])
+def test_a_dns_server_that_does_not_answer_delays_no_start(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(name: str = "") -> str:
+        raise AssertionError(f"{name!r} is looked up, which takes 10 s where DNS does not answer")
+
+    monkeypatch.setattr(socket, "getfqdn", look_up)
+    make("0.0.0.0", 0, dict).server_close()

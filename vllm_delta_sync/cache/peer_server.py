@@ -4,7 +4,8 @@ import re
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
 
 from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH, PROGRESS_HEADER
@@ -20,7 +21,7 @@ REQUEST_SECONDS = 10.0
 _PATH = re.compile(rf"{OBJECTS_PATH}({DIGEST})")
 
 
-class PeerServer(ThreadingHTTPServer):
+class PeerServer(ThreadingTCPServer):
     """Serves ``OBJECTS_PATH`` and nothing else, one request per connection, until ``shutdown``.
 
     Args:
@@ -33,6 +34,8 @@ class PeerServer(ThreadingHTTPServer):
         UsageError: the address cannot be used.
     """
 
+    # An HTTPServer would look up this machine's name, and wait for a DNS server that does not answer.
+    allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 

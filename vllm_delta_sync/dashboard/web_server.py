@@ -3,7 +3,8 @@
 import ipaddress
 import socket
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ REQUEST_SECONDS = 10.0
 """Longest time for a client to send its request, and to take a part of the answer."""
 
 
-class DashboardServer(ThreadingHTTPServer):
+class DashboardServer(ThreadingTCPServer):
     """Serves ``/`` and ``/overview`` until ``shutdown``.
 
     Args:
@@ -24,6 +25,8 @@ class DashboardServer(ThreadingHTTPServer):
         UsageError: the address cannot be used.
     """
 
+    # An HTTPServer would look up this machine's name, and wait for a DNS server that does not answer.
+    allow_reuse_address = True
     daemon_threads = True
 
     def __init__(self, host: str, port: int, overview: Callable[[], dict[str, Any]]) -> None:
