@@ -301,7 +301,8 @@ def test_the_bound_address_is_reported(silent: NoticePublisher) -> None:
 def test_addresses_that_are_none() -> None:
     bound = ["", "5555", "tcp://127.0.0.1", "http://127.0.0.1:1", "tcp://192.0.2.1:5555", "tcp://*:65536"]
     bound += ["tcp://[::1]", "tcp://[::1]:70000", "tcp://[2001:db8::1]:5555", "tcp://[::1:5555"]
-    dialled = ["", "5555", "tcp://*:1", "tcp://h:70000"]
+    bound += ["tcp://127.0.0.1:-1", "tcp://127.0.0.1:1x", "tcp://127.0.0.1:5555\r"]
+    dialled = ["", "5555", "tcp://*:1", "tcp://h:70000", "tcp://h:-1"]
     for address in [*bound, *(f"connect:{text}" for text in dialled)]:
         with pytest.raises(NoticeError) as caught:
             NoticePublisher(address)

@@ -240,10 +240,11 @@ def _families(address: str) -> tuple[int, ...]:
 
 
 def check_port(address: str) -> None:
-    """Refuse a port above 65535, of which ZeroMQ would silently use the lower 16 bits."""
+    """Refuse what is no port: of ``70000`` ZeroMQ would silently use the lower 16 bits, and 65535 for ``-1``."""
     port = address.rpartition(":")[2]
-    if address.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
-        raise NoticeError(f"notice address {address!r} has the port {port}; give a port of at most 65535")
+    known = port == "*" or (re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535)
+    if address.startswith("tcp://") and not known:
+        raise NoticeError(f"notice address {address!r} does not end in a port of at most 65535; write tcp://HOST:PORT")
 
 
 def wait_ms(until: float) -> int | None:
