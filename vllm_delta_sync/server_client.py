@@ -97,7 +97,7 @@ class _Untrusted(BaseModel):
     def _default_if_invalid(cls, value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         try:
             return check(value)
-        except (ValidationError, TypeError, AttributeError):
+        except (ValidationError, TypeError, AttributeError, LookupError):
             field = cls.model_fields[str(info.field_name)]
             if field.is_required():
                 raise

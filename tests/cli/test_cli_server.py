@@ -289,7 +289,7 @@ def test_what_is_not_the_plugin(name: str) -> None:
 def test_what_a_server_says_is_harmless() -> None:
     status: dict[str, Any] = {
         "state": "\x1b[2J",
-        "served": {"version": True, "step": "x"},
+        "served": {"version": True, "step": "x", "quarantined": {"\x1b": 1}},
         "head": [],
         "lag": {},
         "ready": {"reasons": [{"\x1b": 1}, 7]},
