@@ -68,6 +68,18 @@ def test_help_fits_a_screen() -> None:
         assert all(len(line) <= 100 or "delta-sync " in line for line in lines), command
 
 
+def test_examples_of_the_help_can_be_pasted() -> None:
+    """A narrow terminal cuts none of them, and a shell parses all."""
+    for command in ("", *cli.build_parser().commands):
+        narrow, wide = (
+            delta_sync(*command.split(), "--help", COLUMNS=columns).out.partition("examples:\n")[2].partition("\n\n")[0]
+            for columns in ("60", "200")
+        )
+        assert narrow == wide, command
+        done = subprocess.run(["bash", "-n"], input=narrow, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), (command, narrow)
+
+
 def test_log() -> None:
     lines = shown("log", "--bucket", GOLDEN).splitlines()
     assert lines[0].split() == ["version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created"]

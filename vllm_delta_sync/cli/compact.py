@@ -46,7 +46,7 @@ def compact(options: argparse.Namespace) -> Report:
       delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
       delta-sync compact --bucket /data/runs/a --no-merge --anchor tag:best --json
       delta-sync compact --bucket /data/archive/a --codec tiled --base /models/qwen3
-      delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (if the run is signed)
+      delta-sync compact --bucket /data/runs/a --signing-key trainer.key  # if the run is signed
     """
     from vllm_delta_sync.maintenance.compact import compact
     from vllm_delta_sync.run.checks import check_base_exists

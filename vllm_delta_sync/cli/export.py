@@ -30,8 +30,7 @@ def export(options: argparse.Namespace) -> Report:
     The result is an ordinary Hugging Face checkpoint, which transformers, vLLM and other tools load. Every tensor has
     the bits that the trainer published; digests, fingerprints and (with --trusted-keys) signatures are checked.
 
-    Configuration and tokenizer come from the run. Runs of older publishers do not keep them; then they come from the
-    base, if it is available.
+    Configuration and tokenizer come from the run or, if it does not keep them, from the base, if that is available.
 
     It is safe to interrupt: the folder holds a complete checkpoint or none, and the same command continues without
     downloading anything twice. Until it is done, an export takes the disk space of the checkpoint and of the objects

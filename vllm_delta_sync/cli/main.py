@@ -66,19 +66,21 @@ GROUPS = {
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width of the terminal, and leaves indented lines, such as examples, as they are."""
+    """Fills paragraphs and indented entries to the width of the terminal, and leaves examples as they are.
+
+    A line that is indented by four spaces continues the entry before it.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(self._fill_block(block, width) for block in text.strip("\n").split("\n\n"))
 
     def _fill_block(self, block: str, width: int) -> str:
-        lines = block.strip("\n").split("\n")
+        lines = block.strip("\n").replace("\n    ", " ").split("\n")
+        if lines[0] == "examples:":  # command lines stay whole, so that they can be copied
+            return block
         if not any(line.startswith("  ") for line in lines):
             return textwrap.fill(" ".join(lines), width)
-        # A command line stays whole, so that it can be copied.
-        return "\n".join(
-            line if "delta-sync " in line else textwrap.fill(line, width, subsequent_indent="  ") for line in lines
-        )
+        return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in lines)
 
 
 class Parser(argparse.ArgumentParser):
@@ -202,17 +204,17 @@ def main() -> int:
 
     values:
       A version is a number, head, head~2 (two before the head), tag:NAME, step:400 (the newest of
-      that optimizer step) or ago:1d (the newest that is at least a day old, by the publisher's clock).
+        that optimizer step) or ago:1d (the newest that is at least a day old, by the publisher's clock).
       TIME is in seconds, or has a unit: 500ms, 90s, 15m, 2h, 7d.
       SIZE is in bytes, or has a unit: 500MB, 8GiB.
 
     settings:
       A flag overrides the environment variable DELTA_SYNC_<NAME>, which overrides the TOML file
-      named by DELTA_SYNC_CONFIG.
+        named by DELTA_SYNC_CONFIG.
 
     exit codes:
       0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network,
-      5 another writer, 130 interrupted, 141 output closed
+        5 another writer, 130 interrupted, 141 output closed
     """
     for name in ("stdout", "stderr"):
         # None if it was closed when the process began. ``print`` would then write errors to standard output.

@@ -22,10 +22,11 @@ from vllm_delta_sync.errors import IncompleteError
 def repair(options: argparse.Namespace) -> Report:
     """Restore or rebuild what a run lacks.
 
-    Checks the run like `delta-sync verify --all` and repairs what it finds: from a mirror, or by merged deltas and
-    anchors of the weights on both sides of a gap. It writes only what digests and fingerprints of the history prove,
-    and overwrites nothing that is intact. With trusted keys it uses only validly signed documents; in a signed run it
-    signs what it writes with --signing-key. It is safe to interrupt (Ctrl-C): the next call continues.
+    Checks the run like `delta-sync verify --all`, and takes what is missing or damaged from a mirror (--mirror).
+    Without a mirror it writes HEAD.json, anchors and merged deltas again, and records deltas that other documents
+    replace as gone. It writes only what digests and fingerprints of the history prove, and overwrites nothing that is
+    intact. With trusted keys it uses only validly signed documents; in a signed run it signs what it writes with
+    --signing-key. It is safe to interrupt (Ctrl-C): the next call continues.
 
     examples:
       delta-sync repair --bucket /data/runs/a --dry-run

@@ -4,7 +4,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from vllm_delta_sync.cli.command import Report, command, option
@@ -20,8 +19,17 @@ METAVARS = {
     "target": "VERSION",
     "trusted_keys": "FILES",
     "receiver_id": "NAME",
+    "lora_name": "NAME",
+    "lora_adapters": "NAME=URL,…",
 }
-METAVARS_BY_END = {"_dir": "DIR", "_bytes": "BYTES", "_seconds": "SECONDS", "_deadline": "SECONDS"}
+METAVARS_BY_END = {
+    "_dir": "DIR",
+    "_file": "FILE",
+    "_key": "FILE",
+    "_bytes": "BYTES",
+    "_seconds": "SECONDS",
+    "_deadline": "SECONDS",
+}
 
 
 def metavar(field: str) -> str:
@@ -32,7 +40,7 @@ def metavar(field: str) -> str:
     if annotation is bool:
         return "{true,false}"
     by_end = next((name for end, name in METAVARS_BY_END.items() if field.endswith(end)), None)
-    return METAVARS.get(field) or by_end or ("PATH" if Path in (annotation, *get_args(annotation)) else "N")
+    return METAVARS.get(field) or by_end or "N"
 
 
 def _flag(field: str) -> str:

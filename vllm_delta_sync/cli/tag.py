@@ -33,7 +33,7 @@ def set_tag(options: argparse.Namespace) -> Report:
     examples:
       delta-sync tag set best --bucket /data/runs/a --version 420
       delta-sync tag set release-1 --bucket /data/runs/a --milestone
-      delta-sync compact --bucket /data/runs/a --anchor tag:release-1   (if no publisher is running)
+      delta-sync compact --bucket /data/runs/a --anchor tag:release-1  # if no publisher is running
     """
     from vllm_delta_sync.maintenance.tags import set_tag
 
