@@ -20,7 +20,7 @@ STATUS_FIELDS = {
     "last_error.kind": "one of the [kinds](#errors)",
     "last_error.message": "text for people",
     "policy": "the setting",
-    "target": "the setting",
+    "target": "what is followed: the setting, or what POST /delta_sync/target has named since",
     "ready": "the answer of `GET /delta_sync/ready`",
     "ready.ready": "whether requests may be sent to this server",
     "ready.reasons": "why not: causes with their remedies; empty if they may",

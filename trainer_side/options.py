@@ -91,7 +91,8 @@ class Gate(Checked):
             without the elements that are not finite in the sound version. None means no bound and no norms.
         action: ``refuse``: the version is not published, and the next call or ``flush`` raises GateError, as for a
             failed upload. The changes go out with the next version, which is judged again. ``quarantine``: the version
-            is published with the reasons, and servers skip it unless told to serve it.
+            is published with the reasons, and servers skip it unless their setting ``quarantined`` or their target says
+            otherwise.
 
     Raises:
         UsageError: a bound or the action is invalid.

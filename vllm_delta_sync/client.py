@@ -71,7 +71,7 @@ class Run(RunReader):
         """Rebuild a version.
 
         Args:
-            version: a number, ``tag:NAME``, or None for the head.
+            version: a number, a name such as ``tag:NAME`` or ``step:400`` (see ``resolve``), or None for the head.
             base: checkpoint directory of version 0, if it is not at the recorded path; or the URL of the run that this
                 one branches from.
             in_memory: see ``run.restore.restore``. progress: called with bytes done and bytes in total.

@@ -219,7 +219,7 @@ class Manifest(DatedDocument):
             manifest thus describes the structure of the whole history.
         reversible: whether the objects carry distances only, so that the version can be reverted.
         epoch: writer epoch, see ``documents.Claim``; 0 for the first writer.
-        quarantine: set for a version that receivers skip unless told to serve it.
+        quarantine: set for a version that receivers skip unless their setting or target says otherwise.
         changed: elements in the objects. total: elements of the model.
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
         sidecars: the caller's bytes beside the weights; readers of weights ignore them.
