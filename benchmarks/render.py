@@ -23,7 +23,7 @@ from benchmarks.common.tables import number, pivot, value_of
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = ROOT / "benchmarks/results", ROOT / "docs/benchmarks.md"
-PAGES = (ROOT / "README.md", ROOT / "docs/scale.md", ROOT / "docs/sparsity.md")
+PAGES = (ROOT / "README.md", *(ROOT / f"docs/{page}.md" for page in ("how-it-works", "scale", "sparsity", "when-not")))
 BLOCK = re.compile(r"(<!-- (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = f"""\
 # Benchmarks

@@ -27,7 +27,7 @@ from benchmarks.common import synthetic
 from benchmarks.common.copying import memcpy, one_thread
 from benchmarks.common.formats import Own, flats, own_codecs
 from benchmarks.common.rows import Row, parse, row, write
-from benchmarks.common.tables import Place, pivot
+from benchmarks.common.tables import Place, number, pivot, value_of
 from benchmarks.common.timing import Method, time_all
 from benchmarks.common.training_data import SHARES, Pair, elements
 from vllm_delta_sync.tensors.bits import apply_distances
@@ -139,6 +139,39 @@ def tables(rows: list[Row]) -> list[str]:
         return (item["metric"], match[1]) if match else None
 
     return pivot("1 % changed: s per GB of weights, at", rows, seconds)
+
+
+def blocks(rows: list[Row]) -> dict[str, list[str]]:
+    """Tables for docs/when-not.md: the links below which a delta is sooner, and the seconds over some links at 1 %."""
+    peers = {"direct": 1, "full": 2}
+
+    def way(share: str, name: str) -> Way:
+        compute, moved = (value_of(rows, f"dense {share}, {name}", metric) for metric in ("compute", "moved"))
+        return Way(name, compute, moved, peers.get(name, 2))
+
+    def below(share: str, codec: str, peer: str) -> str:
+        speed = beats_below(way(share, codec), way(share, peer), 1)
+        return "at every speed" if speed >= MOST else f"{number(speed)} Gbit/s"
+
+    columns = [(codec, peer) for peer in peers for codec in ("plain", "tiled")]
+    shares = [
+        "| changed per version | "
+        + " | ".join(f"`{codec}`: sooner than *{peer}* below" for codec, peer in columns)
+        + " |",
+        "|---" + "|---:" * len(columns) + "|",
+    ]
+    for item in rows:
+        match = re.fullmatch(r"dense (.+)%, plain", item["case"])
+        if match and item["metric"] == "compute":
+            share = f"{match[1]}%"
+            shares.append(f"| {match[1]} % | " + " | ".join(below(share, *column) for column in columns) + " |")
+
+    def seconds(item: Row) -> Place:
+        match = re.fullmatch(r"dense 1%, (.+) Gbit/s", item["case"])
+        shown = match and 0.1 <= float(match[1]) <= 100 and item["metric"] != "full"
+        return (f"{match[1]} Gbit/s", item["metric"]) if match and shown else None
+
+    return {"shares": shares, "links": pivot("link", rows, seconds)}
 
 
 def main(arguments: list[str] | None = None) -> None:

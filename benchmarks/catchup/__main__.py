@@ -27,7 +27,7 @@ import torch
 from benchmarks.catchup.widths import widths
 from benchmarks.common import real_model, real_steps
 from benchmarks.common.rows import Row, parse, row, write
-from benchmarks.common.tables import Place, pivot
+from benchmarks.common.tables import Place, number, pivot, value_of
 from benchmarks.common.training_data import tensors_of
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
@@ -235,6 +235,22 @@ def tables(rows: Sequence[Row]) -> list[str]:
     shares = [f"{item['value']:.2f} %" for item in rows if item["metric"] == "changed share"]
     lines = [f"Changed in each version, in this order: {', '.join(shares)}. SmolLM2-135M was {real_model.ORIGIN}.", ""]
     return [*lines, *pivot("versions behind", rows, place)]
+
+
+def blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The table for docs/how-it-works.md: what each way takes in the run of synthetic weights."""
+    ways = ("merged deltas", "each delta", "fresh anchor")
+    lines = ["| versions behind | " + " | ".join(ways) + " |", "|---:" * (len(ways) + 1) + "|"]
+    for span in SPANS:
+        cells = []
+        for way in ways:
+            objects, read, seconds = (
+                value_of(rows, f"{span} versions, {way}", metric) for metric in ("objects", "read", "time")
+            )
+            unit = "object" if objects == 1 else "objects"
+            cells.append(f"{number(objects)} {unit}, {number(read)} MB, {number(1000 * seconds)} ms")
+        lines.append(f"| {span} | " + " | ".join(cells) + " |")
+    return {"behind": lines}
 
 
 def main(arguments: list[str] | None = None) -> None:
