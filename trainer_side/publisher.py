@@ -493,7 +493,7 @@ class Publisher:
             raise PublishTimeoutError(f"a call of another thread has not ended within {deadline}; this one did nothing")
         try:
             if self._closed:
-                raise UsageError("the publisher is closed; make a new one with a new run URL")
+                raise UsageError("the publisher is closed; make a new one, which continues the run")
             yield self._session
         finally:
             self._lock.release()

@@ -73,7 +73,7 @@ def follow(
         for update in follow("s3://bucket/runs/a", "/models/a"):
             reload_engine(update.folder)
 
-    The folder can be killed at any moment: ``current`` is one whole version, bit for bit what was published, or does
+    The process can be killed at any moment: ``current`` is one whole version, bit for bit what was published, or does
     not exist yet. A version whose loop body did not end is yielded again by the next call. Needs the disk space of
     ``keep`` + 1 versions, and the memory of a few tensors.
 

@@ -444,7 +444,7 @@ class RunReader:
                 it.
 
         Raises:
-            NotFoundError: there is no such version or tag. UsageError: ``version`` is neither.
+            NotFoundError: there is no such version or tag. UsageError: ``version`` is none of these.
             ChainError: a tag names another manifest than the stored one. Otherwise as ``manifest``.
         """
         name = None if version is None or isinstance(version, int) else match_name(version)
