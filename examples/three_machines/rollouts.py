@@ -252,8 +252,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--groups", type=int, default=16, help="different games in a batch (default %(default)s)")
     add("--plays", type=int, default=8, help="times that each is played (default %(default)s)")
     add("--ahead", type=int, default=1, help="batches per weight version (default %(default)s)")
-    add("--patience", type=float, default=60.0, help="seconds without a new version until it plays on all the same")
-    add("--give-up", type=float, default=300.0, help="seconds to wait for an unreachable server or environment")
+    add("--patience", type=float, default=60.0, help="seconds to wait for a new version (default %(default)g)")
+    add("--give-up", type=float, default=300.0, help="seconds to wait for server or environment (default %(default)g)")
     options = parser.parse_args(arguments)
     url = options.server or f"http://127.0.0.1:{options.port}"
     try:

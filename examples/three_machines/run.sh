@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts trainer.py, rollouts.py and environment.py on three machines of one machine, and judges the run.
+# Starts trainer.py, rollouts.py and environment.py on one machine as if on three, and judges the run.
 #
 #   --versions N          that the trainer publishes (default 120)
 #   --max-staleness N     train on what is at most so many versions behind the weights (default 4)

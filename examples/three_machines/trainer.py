@@ -390,10 +390,10 @@ def main(arguments: Sequence[str]) -> int:
     add("--games", required=True, metavar="URL", help="bucket that rollout machines write to")
     add("--folder", required=True, type=Path, metavar="DIR", help="for policy, state and checkpoint")
     add("--versions", required=True, type=int, metavar="N", help="end when the run has so many")
-    add("--max-staleness", type=int, default=4, help="leave out batches that are more versions old (4)")
+    add("--max-staleness", type=int, default=4, help="most versions that a batch may be old (default %(default)s)")
     add("--warm-up", type=int, default=400, help="supervised steps at most (default %(default)s)")
     add("--seed", type=int, default=0, help="of the policy (default %(default)s)")
-    add("--patience", type=float, default=600.0, help="seconds to wait for a trajectory")
+    add("--patience", type=float, default=600.0, help="seconds to wait for a trajectory (default %(default)g)")
     options = parser.parse_args(arguments)
     policy = options.folder / "policy"
     if not policy.exists():
