@@ -22,8 +22,8 @@ PATCHES = "load_checkpoint_weight_patches"
 CLAIMS = (
     Claim(
         "apply",
-        f"{STEP}: its commit, in the pause; vLLM's own patcher; loading all weights from memory",
-        "{} % changed; {} ms; {} times; {} times that",
+        f"{STEP}: its commit, in the pause",
+        "{} % changed; {} ms; vLLM's own patcher takes {} times as long, loading all weights from memory {} times",
         (
             ("SmolLM2, settled, lr 1e-6", "changed share"),
             ("SmolLM2, settled, lr 1e-6", "commit"),
@@ -34,8 +34,8 @@ CLAIMS = (
     ),
     Claim(
         "apply",
-        "The same of 507 M random dense weights, of which 1 % change",
-        "{} ms; {} times; {} times that",
+        "The same with 507 M random dense weights, of which 1 % change",
+        "{} ms; {} times as long, {} times",
         (
             ("dense 1%", "commit"),
             ("dense 1%", "ratio", PATCHES),
@@ -44,8 +44,8 @@ CLAIMS = (
     ),
     Claim(
         "codec",
-        f"{STEP}: bytes for each changed weight, tiled and plain; all weights over tiled",
-        "{} % changed; {} B, {} B; {} times",
+        f"{STEP}: its size",
+        "{} % changed; {} B per changed weight with `tiled`, {} B with `plain`; all weights are {} times the former",
         (
             ("settled lr 1e-6", "changed share"),
             ("settled lr 1e-6, tiled", "size"),
@@ -56,8 +56,8 @@ CLAIMS = (
     ),
     Claim(
         "fleet",
-        f"{STEP}: served after, over links of 100 Mbit/s and 50 ms; full weights take",
-        "{} s; {} times that",
+        f"{STEP}: from `publish` until it is served, over links of 100 Mbit/s and 50 ms",
+        "{} s; full weights take {} times as long",
         (
             ("SmolLM2: a version, median", "seconds to fresh"),
             ("SmolLM2: seconds to fresh", "ratio", "full weights, stored and fetched"),
@@ -66,8 +66,8 @@ CLAIMS = (
     ),
     Claim(
         "scaling",
-        "Start-up proof of one rank on one core, projected from slices: Llama-3.1-70B, TP 8; DeepSeek-V3, TP 8 × EP 8",
-        "{} s; {} s",
+        "Start-up proof of one rank on one core, projected from slices",
+        "{} s for Llama-3.1-70B, TP 8; {} s for DeepSeek-V3, TP 8 × EP 8",
         (
             ("projected rank: Llama-3.1-70B, TP 8", "proof"),
             ("projected rank: DeepSeek-V3, TP 8 × EP 8", "proof"),
@@ -75,8 +75,8 @@ CLAIMS = (
     ),
     Claim(
         "breakeven",
-        "A delta of 1 % is sooner there than whole weights sent directly over links slower than",
-        "{} Gbit/s; projected to 16 cores {}",
+        "Links below which a delta of 1 % with codec `plain` is sooner there than whole weights sent directly",
+        "{} Gbit/s with one core; {} projected to 16 cores",
         (
             ("dense 1%", "delta beats direct below"),
             ("dense 1%, projected to 16 cores", "delta beats direct below"),
@@ -84,8 +84,8 @@ CLAIMS = (
     ),
     Claim(
         "catchup",
-        "100 steps of *settled*, lr 1e-6: caught up by merged deltas; by each delta",
-        "{} % changed; {} objects, {} MB, {} s; {} objects, {} MB, {} s",
+        "Catching up over 100 steps of *settled*, lr 1e-6",
+        "{} % changed in each; by merged deltas: {} objects, {} MB, {} s; by each delta: {} objects, {} MB, {} s",
         (
             ("settled lr 1e-6: 100 versions", "changed share"),
             *(
@@ -98,8 +98,8 @@ CLAIMS = (
     ),
     Claim(
         "publish",
-        f"{STEP}: `publish` blocks training; a plain comparison of the same bytes takes; saving them takes",
-        "{} % changed; {} ms; {} ms; {} ms",
+        f"{STEP}: for how long `publish` blocks training",
+        "{} % changed; {} ms; a plain comparison of the same bytes takes {} ms, saving them {} ms",
         tuple(
             ("SmolLM2, 1 process, 1 thread: call", name)
             for name in ("changed", "publish", "array_equal", "save_pretrained")
@@ -108,14 +108,14 @@ CLAIMS = (
     ),
     Claim(
         "serving",
-        "A busy server loses, at a version every 10 s (3.2 M parameters; 0.3 B)",
-        "{} ± {} %; {} ± {} % of its tokens",
+        "Tokens that a busy server loses, at a version every 10 s",
+        "{} ± {} % with 3.2 M parameters; {} ± {} % with 0.3 B",
         tuple((f"{size}, every 10 s", f"lost, by syncs{half}") for size in ("demo", "0.3B") for half in ("", " ±")),
     ),
     Claim(
         "layout",
-        "Plain weights on CPUs, over packed ones: prefill, decoding 1, decoding 16 sequences (dense 0.6 B)",
-        "{}, {}, {} of the speed",
+        "Speed of plain weights on CPUs, over that of packed ones (dense 0.6 B)",
+        "prefill {}; decoding 1 sequence {}, 16 sequences {}",
         tuple(
             (f"dense 0.6B {work}", "ratio", "vLLM packed weights")
             for work in ("prefill", "decode batch 1", "decode batch 16")
@@ -124,14 +124,14 @@ CLAIMS = (
     ),
     Claim(
         "notice",
-        "A notice arrives after, on one machine: plain; by broker, encrypted and signed",
-        "{} ms; {} ms",
+        "Time until a notice arrives, on one machine",
+        "{} ms plain; {} ms by broker, encrypted and signed",
         (("direct", "p50"), ("broker, CURVE, signed", "p50")),
     ),
     Claim(
         "stores",
-        "Speed of uploads and downloads over that of the store's own client: S3 (boto3), Hub (huggingface_hub)",
-        "{} and {}; {} and {}",
+        "Speed of uploads and downloads over that of the store's own client",
+        "S3 (boto3): {} and {}; Hub (huggingface_hub): {} and {}",
         (
             ("s3 up", "ratio", "boto3"),
             ("s3 down", "ratio", "boto3"),
