@@ -148,7 +148,9 @@ class PublishSession:
         def checked() -> int:
             self._check_source(weights)
             if skips_equal and not self._group.alone:
-                raise UsageError("skip_unchanged is set, and a rank of a sharded model sees its own changes only; leave it out")
+                raise UsageError(
+                    "skip_unchanged is set, and a rank of a sharded model sees only its own changes; leave it out"
+                )
             sidecar_bytes.update(checked_sidecars(sidecars))
             return check_step(step)
 
