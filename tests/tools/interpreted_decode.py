@@ -154,8 +154,8 @@ def by_cpu(sample: Sample, payload: np.ndarray, starts: np.ndarray, tile: int) -
     positions, distances = np.empty(room, np.int64), np.empty(room, sample.element.uint)
     found, _ = decode_kernels.decode_bands(
         read_only(sample.old), 0, sample.grid.columns, sample.grid.row_edges, sample.grid.column_edges, band, band + 1,
-        magnitude_mask(sample.element), key_limits(sample.thresholds, sample.element), only, sample.plain, starts,
-        sample.sizes, payload, sample.tables, positions, distances,
+        magnitude_mask(sample.element), key_limits(sample.thresholds, sample.element), only & (sample.sizes > 0),
+        ~sample.plain, starts, sample.sizes, payload, sample.tables, positions, distances,
     )  # fmt: skip
     kept = slice(max(found, 0))
     return int(found), positions[kept].tolist(), distances[kept].tolist()

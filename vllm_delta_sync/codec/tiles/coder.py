@@ -386,6 +386,22 @@ class CodedTensor:
         )
 
 
+class _Batch(NamedTuple):
+    """What decoding any of some tensors of a block takes.
+
+    Attributes:
+        magnitudes, limits: see ``mask_tiles``.
+        coded: (tiles of the block,) whether a tile has changes and is not plain.
+        starts: (tiles of the block,) first bit in ``streams`` of each stream. streams: PADDING bytes follow.
+    """
+
+    magnitudes: np.unsignedinteger
+    limits: npt.NDArray[np.unsignedinteger]
+    coded: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int64]
+    streams: npt.NDArray[np.uint8]
+
+
 @dataclass
 class TilesBlock:
     """A block of kind tiles whose entries, except the streams, have been read and checked.
@@ -477,22 +493,34 @@ class TilesBlock:
             UnsupportedError: there are none, and a tile is not plain.
             TensorMismatchError: they have another size.
         """
+        from vllm_delta_sync.codec.tiles import decode_kernels as kernels
+        from vllm_delta_sync.format.kernels import read_only
+
         element = self._block.element
         rows = [row for row, _ in wanted]
         room = int(self.directory.counts[rows].sum())
         positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
         counts, used = np.zeros(len(rows), np.int64), 0
+        tiles = slice(self._firsts[rows[0]], self._firsts[rows[-1] + 1])
+        begin, end = int(self._starts[tiles][0]) >> 3, (int((self._starts + self._sizes)[tiles][-1]) + 7) >> 3
+        payload = self._streams[begin : end + kernels.PADDING]
+        if payload.size < end - begin + kernels.PADDING:
+            payload = np.concatenate([payload, np.zeros(kernels.PADDING, np.uint8)])
+        batch = _Batch(
+            magnitude_mask(element), key_limits(self._thresholds, element), ~self._plain & (self._sizes > 0),
+            self._starts - 8 * begin, read_only(payload),
+        )  # fmt: skip
         for number, row in enumerate(rows):
             count = int(self.directory.counts[row])
             into = positions[used : used + count], distances[used : used + count]
-            counts[number] = self._decode(*wanted.pop(0), into)
+            counts[number] = self._decode(*wanted.pop(0), batch, into)
             used += int(counts[number])
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
         )
 
-    def _decode(self, row: int, base: BaseTensor | None, into: tuple[Positions, Bits]) -> int:
+    def _decode(self, row: int, base: BaseTensor | None, batch: _Batch, into: tuple[Positions, Bits]) -> int:
         """Write the positions and distances of the block's tensor number ``row`` → how many.
 
         Args:
@@ -501,57 +529,50 @@ class TilesBlock:
         from vllm_delta_sync.codec.tiles import decode_kernels as kernels
         from vllm_delta_sync.format.kernels import read_only
 
-        tensor, count, element = self.coded(row), into[0].size, self._block.element
-        spec, plain, starts, sizes = tensor.spec, tensor.plain, tensor.starts, tensor.sizes
-        grid = grid_of(spec.shape)
-        wanted, whole = np.ones(grid.tiles, np.bool_), base is None or base.rectangles is None
+        count, element, spec = into[0].size, self._block.element, self._table[int(self.directory.ids[row])]
+        tiles, grid = slice(self._firsts[row], self._firsts[row + 1]), grid_of(spec.shape)
+        coded, sizes = batch.coded[tiles], self._sizes[tiles]
+        wanted, whole = sizes > 0, base is None or base.rectangles is None
         if base is not None and base.rectangles is not None:
             covered = grid.covered(base.rectangles).reshape(-1)
-            wanted = covered > 0
-            cut = np.flatnonzero(wanted & ~plain & (sizes > 0) & (covered != grid.covered(None).reshape(-1)))
+            wanted &= covered > 0
+            coded = coded & wanted
+            cut = np.flatnonzero(coded & (covered != grid.covered(None).reshape(-1)))
             if cut.size:
                 raise CutTileError(
                     f"{self._what}: of tensor {spec.name!r}, this rank has only a part of tile {cut[0]}, which is "
                     "coded as a whole; publish with codec='plain', or serve with other numbers of ranks"
                 )
-        coded = wanted & ~plain & (sizes > 0)
-        if base is None and coded.any():
-            raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
         reading: AbstractContextManager[Matrix] = nullcontext(Matrix(np.empty(0, element.uint), 0, grid.columns))
-        if base is not None and coded.any():
+        if coded.any():
+            if base is None:
+                raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
             reading = (
                 nullcontext(Matrix(checked(base, spec, element), 0, grid.columns))
                 if base.in_place is None
                 else base.in_place()
             )
-        begin, end = int(starts[0]) >> 3, (int(starts[-1]) + int(sizes[-1]) + 7) >> 3
-        payload = self._streams[begin : end + kernels.PADDING]
-        if payload.size < end - begin + kernels.PADDING:
-            payload = np.concatenate([payload, np.zeros(kernels.PADDING, np.uint8)])
-        payload = read_only(payload)
-        fixed = magnitude_mask(element), key_limits(self._thresholds, element), wanted, plain, starts - 8 * begin, sizes
-        spans = grid.spans()
 
-        def run(span: Span) -> tuple[int, int, tuple[Positions, Bits]]:
-            # Of several spans, only the first one's place is known; memory is used as far as it is written.
-            mine = into if span is spans[0] else (np.empty_like(into[0]), np.empty_like(into[1]))
-            found, where = kernels.decode_bands(
-                bits, matrix.origin, matrix.stride, grid.row_edges, grid.column_edges, *span, *fixed, payload,
-                self._tables, *mine,
+        def run(span: Span, into: tuple[Positions, Bits]) -> tuple[int, int]:
+            return kernels.decode_bands(
+                bits, matrix.origin, matrix.stride, grid.row_edges, grid.column_edges, *span, batch.magnitudes,
+                batch.limits, wanted, coded, batch.starts[tiles], sizes, batch.streams, self._tables, *into,
             )  # fmt: skip
-            return found, where, mine
 
+        spans = grid.spans()
+        # Of several spans, only the first one's place is known; memory is used as far as it is written.
+        places = [into, *((np.empty_like(into[0]), np.empty_like(into[1])) for _ in spans[1:])]
         with reading as matrix:
             bits = read_only(matrix.flat)
-            parts = on_threads(run, spans)
-        for found, where, _ in parts:
+            parts = on_threads(lambda part: run(*part), list(zip(spans, places, strict=True)))
+        for found, where in parts:
             if found < 0:
-                tensor.refuse(found, where)
-        total = sum(found for found, _, _ in parts)
+                self.coded(row).refuse(found, where)
+        total = sum(found for found, _ in parts)
         if total > count or (total != count and whole):
-            tensor.refuse(total, 0)
+            self.coded(row).refuse(total, 0)
         start = parts[0][0]
-        for found, _, mine in parts[1:]:
+        for (found, _), mine in zip(parts[1:], places[1:], strict=True):
             into[0][start : start + found], into[1][start : start + found] = mine[0][:found], mine[1][:found]
             start += found
         return total

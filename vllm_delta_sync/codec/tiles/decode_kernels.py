@@ -12,7 +12,16 @@ from numba import types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
-from vllm_delta_sync.codec.tiles.shared_kernels import LANES, LOW6, S6, load_word, mask_tiles, words_of, words_passed
+from vllm_delta_sync.codec.tiles.shared_kernels import (
+    LANES,
+    LAST,
+    LOW6,
+    S6,
+    load_word,
+    mask_tiles,
+    words_of,
+    words_passed,
+)
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 
 PADDING = 24
@@ -78,15 +87,17 @@ def _read(data, place, count):
 
 @_compile
 def decode_bands(
-    bits, origin, stride, row_edges, column_edges, first, last, magnitudes, limits, wanted, plain, starts, sizes,
+    bits, origin, stride, row_edges, column_edges, first, last, magnitudes, limits, wanted, coded, starts, sizes,
     payload, tables, positions, distances,
 ):  # fmt: skip
     """Decode the ``wanted`` tiles of some bands of a tensor.
 
     Args:
-        bits, origin, stride: see ``Matrix``; valid in wanted tiles that are not plain.
+        bits, origin, stride: see ``Matrix``; valid in coded tiles.
         row_edges, column_edges: see ``Grid``.
-        first, last: the bands. magnitudes, limits: see ``mask_tiles``. wanted, plain: (tiles,) bool, of the tensor.
+        first, last: the bands. magnitudes, limits: see ``mask_tiles``.
+        wanted, coded: (tiles,) bool, of the tensor: which tiles to decode, all with changes; and which of them are not
+            plain.
         starts, sizes: (tiles,) int64: first bit in ``payload``, and bits, of each stream; PADDING bytes follow.
         tables: ``Decoding``, one for each class, then that of plain tiles.
         positions, distances: output, room for as many elements as may change.
@@ -104,10 +115,11 @@ def decode_bands(
     slots = across if tallest > 1 else 1
     masks = np.empty((slots, CLASSES, words), np.uint64)
     before = np.empty((slots, CLASSES, words + 1 + LANES), np.uint32)
+    sampled = np.empty((slots, CLASSES, words // LANES + LANES), np.uint32)
     edges = np.empty((slots, 2), np.int64)
     none = np.zeros(CLASSES, np.uint32)
     most = positions.size
-    ranks, targets, zigzags = np.empty(most, np.uint32), np.empty(most, np.uint32), np.empty(most, distances.dtype)
+    targets, zigzags = np.empty(most, np.uint32), np.empty(most, distances.dtype)
     # The words of a row of all tiles of a band, then those of the next row. One tile at a time where tiles follow each
     # other in memory.
     row_words = words_of(widest)
@@ -122,47 +134,47 @@ def decode_bands(
         top, bottom = row_edges[band], row_edges[band + 1]
         group = across if bottom - top > 1 else 1
         for start in range(0, across, group):
-            # Only tiles that are wanted and have changes take words.
+            # Only tiles that are wanted take words.
             in_row, masked = np.int64(0), 0
             for number in range(start, start + group):
                 tile = band * across + number
-                if wanted[tile] and sizes[tile]:
+                if wanted[tile]:
                     left, right = column_edges[number], column_edges[number + 1]
                     for word in range(words_of(right - left)):
                         lefts[in_row + word] = left + 64 * word
                     in_row += words_of(right - left)
-                    if not plain[tile]:
+                    if coded[tile]:
                         edges[masked] = left, right
                         masked += 1
             if in_row == 0:
                 continue
             if masked:
                 mask_tiles(bits, origin, stride, top, bottom, edges[:masked], magnitudes, limits, masks, before)
+            for slot in range(masked):
+                many = (bottom - top) * words_of(edges[slot, 1] - edges[slot, 0]) // LANES
+                for kind in range(CLASSES):
+                    for number in range(many):
+                        sampled[slot, kind, number] = before[slot, kind, (number + 1) * LANES]
+                    sampled[slot, kind, many : many + LANES] = LAST
             offset, done, slot = np.int64(0), 0, -1
             for number in range(start, start + group):
                 tile = band * across + number
-                if not wanted[tile] or not sizes[tile]:
+                if not wanted[tile]:
                     continue
                 columns_here = column_edges[number + 1] - column_edges[number]
-                width = words_of(columns_here)
-                members, others = none, PLAIN
-                if not plain[tile]:
+                mine, members, others = np.uint64(0), none, PLAIN
+                if coded[tile]:
                     slot += 1
-                    members, others = before[slot, :, (bottom - top) * width], OTHERS
+                    mine, others = np.uint64(slot), OTHERS
+                    members = before[mine, :, (bottom - top) * words_of(columns_here)]
                 got = read_stream(
-                    payload, starts[tile], sizes[tile], tables, members, others, (bottom - top) * columns_here,
-                    ranks[: most - found - done], zigzags[done:],
+                    payload, starts[tile], sizes[tile], tables, masks[mine], before[mine], sampled[mine], members,
+                    others, bottom - top, columns_here, offset, in_row, marks, targets[done : most - found],
+                    zigzags[done:],
                 )  # fmt: skip
                 if got < 0:
                     return got, tile
-                cursor, end = 0, done + got
-                if not plain[tile]:
-                    cursor = _mark(
-                        ranks[:got], masks[slot], before[slot], members, width, offset, in_row, marks, targets[done:]
-                    )
-                base = members[0] + members[1] + members[2]
-                _mark_others(ranks[cursor:got], base, columns_here, offset, in_row, marks, targets[done + cursor :])
-                done, offset = end, offset + width
+                done, offset = done + got, offset + words_of(columns_here)
             total = _place(
                 targets[:done], zigzags, marks[: (bottom - top) * in_row], earlier, in_row, lefts, top * columns,
                 columns, positions[found:], distances[found:],
@@ -174,18 +186,33 @@ def decode_bands(
 
 
 @_compile
-def read_stream(data, start, size, tables, members, others, elements, ranks, zigzags):
-    """Read one tile's stream → number of changed elements, or a negative error.
+def read_stream(
+    data, start, size, tables, masks, before, sampled, members, others, rows, columns, offset, in_row, marks, targets,
+    zigzags,
+):  # fmt: skip
+    """Read one tile's stream and mark its changed elements in the words of its band → how many, or a negative error.
 
     Args:
-        start, size: first bit in ``data``, and number of bits. members: (CLASSES,) elements of each class.
-        others: the table after those of the classes. elements: of the tile.
-        ranks, zigzags: output: ascending ranks, and distances, unsigned, of the element's width. Room for as many
-            elements as may change.
+        start, size: first bit in ``data``, and number of bits. masks, before: of the tile, see ``mask_tiles``; not read
+            if it is plain. members: (CLASSES,) elements of each class. others: the table after those of the classes.
+        sampled: (CLASSES, …) of ``before`` every LANES-th, but for the first; then the largest number LANES times.
+        rows, columns: of the tile. offset: of its first word in a row of the band. in_row: words of that.
+        marks: one bit for each element of the band. targets, zigzags: output, by ascending rank: the index of each
+            changed element in ``marks``, and its distance, unsigned, of the element's width.
     """
-    kind, kind_end, room = 0, np.int64(members[0]), elements
+    # Quotients by reciprocals: exact, since a tile has fewer than 2^16 words and 2^20 elements.
+    width, across = np.uint64(words_of(columns)), np.uint64(in_row)
+    per_word = np.uint64(((1 << 32) + width - 1) // width)
+    per_column = np.uint64(((1 << 40) + columns - 1) // columns)
+    origin, skip = np.uint64(offset), across - width
+    room = rows * columns
+    elements = room
     for number in members:
         elements += np.int64(number)
+    steps = (rows * words_of(columns) // LANES + LANES - 1) // LANES
+    columns = np.uint64(columns)
+    # The class that ``following`` is in, and where it begins and ends.
+    kind, table, kind_base, kind_end = ZERO, ZERO, np.int64(0), np.int64(members[0])
     place = np.uint64(start)
     end = place + np.uint64(size)
     widest = np.uint64(8 * zigzags.itemsize)
@@ -196,17 +223,14 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
     while place < end:
         if following >= elements or found >= room:
             return OUTSIDE
-        if found >= ranks.size:
+        if found >= targets.size:
             return TOO_MANY
         while following >= kind_end:
-            kind += 1
-            if kind < CLASSES:
-                kind_end += np.int64(members[kind])
-            else:
-                kind, kind_end = others, elements
+            kind, kind_base = kind + ONE, kind_end
+            table, kind_end = (kind, kind_end + members[kind]) if kind < CLASSES else (np.uint64(others), elements)
         # One load of 57 bits serves a whole change unless its value is large, because each load waits for the last one.
         ahead = load_word(data, place >> _THREE) >> (place & _SEVEN)
-        entry = np.uint64(tables[kind, 0, ahead & lowest])
+        entry = np.uint64(tables[table, 0, ahead & lowest])
         length, raw = entry & np.uint64(15), (entry >> S6) & np.uint64(31)
         if length == ZERO:
             return NO_CODE
@@ -216,7 +240,7 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
         value = ((entry >> np.uint64(4)) & _THREE) + ONE
         if value > large:
             ahead >>= raw
-            entry = np.uint64(tables[kind, 1, ahead & lowest])
+            entry = np.uint64(tables[table, 1, ahead & lowest])
             passed = length + raw
             length, raw = entry & np.uint64(15), (entry >> np.uint64(4)) & np.uint64(63)
             if length == ZERO:
@@ -238,61 +262,30 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
         if gap >= np.uint64(elements - following):
             return OUTSIDE
         following += np.int64(gap)
-        ranks[found], zigzags[found] = following, value
+        while following >= kind_end:
+            kind, kind_base = kind + ONE, kind_end
+            table, kind_end = (kind, kind_end + members[kind]) if kind < CLASSES else (np.uint64(others), elements)
+        rank = np.uint32(following - kind_base)
+        if kind < CLASSES:
+            # In two steps and without branches: the number of words to the next change is unpredictable.
+            word = ZERO
+            for first in range(steps):
+                word += words_passed(sampled, kind, np.uint64(first) * np.uint64(LANES), rank)
+            word *= np.uint64(LANES)
+            word += words_passed(before, kind, word + ONE, rank)
+            bit = _select(masks[kind, word], np.uint64(rank - before[kind, word]))
+            target = word + ((word * per_word) >> np.uint64(32)) * skip + origin
+        else:
+            row = (np.uint64(rank) * per_column) >> np.uint64(40)
+            column = np.uint64(rank) - row * columns
+            bit, target = column & LOW6, row * across + origin + (column >> S6)
+        marks[target] |= ONE << bit
+        targets[found], zigzags[found] = (target << S6) + bit, value
         following += 1
         found += 1
     if place != end:
         return SHORT
     return found
-
-
-@_compile
-def _mark_others(ranks, base, columns, offset, in_row, marks, targets):
-    """As ``_mark``, for ranks among all elements of a tile of so many columns; ``base`` is the first one's."""
-    # A quotient by a reciprocal: exact, since a tile has fewer than 2^20 elements.
-    reciprocal = np.uint64(((1 << 40) + columns - 1) // columns)
-    across, start, width = np.uint64(in_row), np.uint64(offset), np.uint64(columns)
-    for i in range(ranks.size):
-        rank = np.uint64(ranks[i] - base)
-        row = (rank * reciprocal) >> np.uint64(40)
-        column = rank - row * width
-        word = row * across + start + (column >> S6)
-        marks[word] |= ONE << (column & LOW6)
-        targets[i] = (word << S6) + (column & LOW6)
-
-
-@_compile
-def _mark(ranks, masks, before, members, width, offset, in_row, marks, targets):
-    """Mark a tile's changed elements that have classes in the words of its band → how many.
-
-    Args:
-        ranks: see ``read_stream``. masks, before, members: of the tile, see ``mask_tiles``.
-        width: words of the tile, in a row. offset: of the tile in a row of the band. in_row: words of that.
-        marks: one bit for each element of the band. targets: output: the index of each element in ``marks``.
-    """
-    # A quotient by a reciprocal: exact, since a tile has fewer than 2^16 words.
-    reciprocal = np.uint64(((1 << 32) + width - 1) // width)
-    skip = np.uint64(in_row - width)
-    cursor, base = ZERO, np.uint32(0)
-    size = np.uint64(ranks.size)
-    for kind in range(CLASSES):
-        # Unsigned, since numba checks signed indices for negative values at each use.
-        row_of_class, word = np.uint64(kind), ZERO
-        while cursor < size and ranks[cursor] - base < members[kind]:
-            rank = ranks[cursor] - base
-            # Many words at once, since the number of words to the next change is unpredictable.
-            passed = words_passed(before, row_of_class, word + ONE, rank)
-            word += passed
-            while passed == np.uint64(LANES):
-                passed = words_passed(before, row_of_class, word + ONE, rank)
-                word += passed
-            bit = _select(masks[row_of_class, word], np.uint64(rank - before[row_of_class, word]))
-            target = word + ((word * reciprocal) >> np.uint64(32)) * skip + np.uint64(offset)
-            marks[target] |= ONE << bit
-            targets[cursor] = (target << S6) + bit
-            cursor += ONE
-        base += members[kind]
-    return np.int64(cursor)
 
 
 @_compile

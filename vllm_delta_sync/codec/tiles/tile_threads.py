@@ -19,6 +19,8 @@ def threads_for(work: int, least: int) -> int:
 
 def on_threads(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Return ``call(item)`` for each item, all at once, the first one in this thread; raise the first error."""
+    if len(items) == 1:
+        return [call(items[0])]
     found: dict[int, _Result] = {}
     errors: dict[int, BaseException] = {}
 
