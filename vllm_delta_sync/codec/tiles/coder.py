@@ -103,6 +103,7 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
     thresholds = np.zeros(CLASSES, np.uint8) if old is None else _thresholds(group, specs, old)
     found = _Gaps.of(group.positions.size, sum(grid_of(spec.shape).tiles for spec in specs), group.element)
     plain = np.ones(found.sizes.size, np.bool_)
+    classes, limits = bool(thresholds.any()), key_limits(thresholds, group.element)
     start = tile = 0
     for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
         grid = grid_of(spec.shape)
@@ -110,14 +111,14 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
         start, tile = start + count, tile + grid.tiles
         bits = np.empty(0, group.element.uint)
         # Without classes, all tiles are plain, and need no old bits.
-        if old is not None and thresholds.any() and spec.numel >= SMALL_ELEMENTS:
-            base, whole = old(tensor), grid.covered(None)
+        if old is not None and classes and spec.numel >= SMALL_ELEMENTS:
+            base = old(tensor)
             bits = checked(base, spec, group.element)
-            plain[tiles] = (whole != (whole if base.rectangles is None else grid.covered(base.rectangles))).reshape(-1)
+            plain[tiles] = False
+            if base.rectangles is not None:
+                plain[tiles] = (grid.covered(base.rectangles) != grid.covered(None)).reshape(-1)
         into = _Gaps(found.kinds[changed], found.gaps[changed], found.values[changed], found.sizes[tiles])
-        _find_gaps(
-            bits, grid, thresholds, plain[tiles], group.positions[changed], group.data[changed], group.element, into
-        )
+        _find_gaps(bits, grid, limits, plain[tiles], group.positions[changed], group.data[changed], group.element, into)
     lengths, sizes, streams = _coded(found)
     return {
         "ids": ("U32", group.ids),
@@ -195,14 +196,14 @@ class LargeTensor:
         element = self._spec.element
         found = _Gaps.of(positions.size, (span.last - span.first) * self._grid.across, element)
         _find_gaps_of(
-            np.empty(0, element.uint), self._grid, span, np.zeros(CLASSES, np.uint8),
+            np.empty(0, element.uint), self._grid, span, np.zeros(CLASSES, element.uint),
             np.ones(found.sizes.size, np.bool_), positions, distances, element, found,
         )  # fmt: skip
         return found
 
 
 def _find_gaps(
-    bits: Bits, grid: Grid, thresholds: npt.NDArray[np.uint8], plain: npt.NDArray[np.bool_], positions: Positions,
+    bits: Bits, grid: Grid, limits: npt.NDArray[np.unsignedinteger], plain: npt.NDArray[np.bool_], positions: Positions,
     distances: Bits, element: DType, into: _Gaps,
 ) -> None:  # fmt: skip
     """Write the gaps of a tensor, on several threads if it is large."""
@@ -212,22 +213,22 @@ def _find_gaps(
         changed = slice(*np.searchsorted(positions, ends).tolist())
         tiles = slice(span.first * grid.across, span.last * grid.across)
         mine = _Gaps(into.kinds[changed], into.gaps[changed], into.values[changed], into.sizes[tiles])
-        _find_gaps_of(bits, grid, span, thresholds, plain[tiles], positions[changed], distances[changed], element, mine)
+        _find_gaps_of(bits, grid, span, limits, plain[tiles], positions[changed], distances[changed], element, mine)
 
     on_threads(run, grid.spans())
 
 
 def _find_gaps_of(
-    bits: Bits, grid: Grid, span: Span, thresholds: npt.NDArray[np.uint8], plain: npt.NDArray[np.bool_],
-    positions: Positions, distances: Bits, element: DType, into: _Gaps,
+    bits: Bits, grid: Grid, span: Span, limits: npt.NDArray[np.unsignedinteger],
+    plain: npt.NDArray[np.bool_], positions: Positions, distances: Bits, element: DType, into: _Gaps,
 ) -> None:  # fmt: skip
     """Write the gaps of some bands."""
     from vllm_delta_sync.codec.tiles import encode_kernels as kernels
     from vllm_delta_sync.format.kernels import read_only
 
     kernels.gaps_of_bands(
-        read_only(bits), grid.row_edges, grid.column_edges, *span, magnitude_mask(element),
-        key_limits(thresholds, element), plain, positions, distances, *into,
+        read_only(bits), grid.row_edges, grid.column_edges, *span, magnitude_mask(element), limits, plain,
+        positions, distances, *into,
     )  # fmt: skip
 
 

@@ -23,6 +23,9 @@ from vllm_delta_sync.format.kernels import ONE, PIECE, ZERO, _compile, ones, pre
 AHEAD = 16
 """Number of samples by which prefetching is ahead of counting: they lie too far apart for the processor's own."""
 LINE_BYTES = 64
+BUCKETS = CLASSES + 1
+"""Of the changes of a tile: one for each class, one for those of none."""
+FOUR = np.uint64(4)
 SEVEN = np.uint64(7)
 WHOLE = np.uint64(56)
 """Bits of whole bytes, of the at most 58 that are written at once."""
@@ -99,136 +102,98 @@ def gaps_of_bands(
     tallest, widest = np.int64(0), np.int64(0)
     for band in range(first, last):
         tallest = max(tallest, row_edges[band + 1] - row_edges[band])
-    tile_of = np.zeros(columns if tallest > 1 else 0, np.uint16)
     for tile in range(across):
         widest = max(widest, column_edges[tile + 1] - column_edges[tile])
-        tile_of[column_edges[tile] : column_edges[tile + 1]] = tile
     words = tallest * words_of(widest)
-    slots = across if tallest > 1 else 1
-    masks = np.empty((slots, CLASSES, words), np.uint64)
-    before = np.empty((slots, CLASSES, words + 1 + LANES), np.uint32)
-    edges = np.empty((slots, 2), np.int64)
+    # All tiles of a band at once; one at a time where they follow each other in memory. Behind their masks those of
+    # plain tiles, which have no classes.
+    group = across if tallest > 1 else 1
+    masks = np.empty((group + 1, CLASSES, words), np.uint64)
+    before = np.empty((group + 1, CLASSES, words + 1 + LANES), np.uint32)
+    masks[group], before[group] = 0, 0
+    edges = np.empty((group, 2), np.int64)
+    slots, widths = np.empty(group, np.uint64), np.empty(group, np.uint64)
+    lefts, lengths = np.empty(group, np.uint64), np.empty(group, np.uint64)
+    tile_of = np.zeros(columns if group > 1 else 0, np.uint16)
+    for tile in range(group if group > 1 else 0):
+        tile_of[column_edges[tile] : column_edges[tile + 1]] = tile
     # Quotients by reciprocals, since integer division has no vectors. Half a unit is further from a whole number than
     # the rounding error, for bands below 2^50 elements.
     per_column = 1.0 / columns
     begin, tile = 0, 0
-    tallies = np.zeros(across + 1, np.int64)
+    ends = np.empty(BUCKETS * group + 1, np.int64)
     for band in range(first, last):
         top, bottom = row_edges[band], row_edges[band + 1]
-        end = begin + np.searchsorted(positions[begin:], bottom * columns)
-        rows, places = np.empty(end - begin, np.int32), np.empty(end - begin, np.int64)
-        moved = np.empty(end - begin, distances.dtype)
-        tallies[:] = 0
-        if bottom - top == 1 or across == 1:
-            # Tiles follow each other in memory.
-            for i in range(begin, end):
-                offset = positions[i] - top * columns
-                row = np.int64((np.float64(offset) + 0.5) * per_column)
-                rows[i - begin], places[i - begin] = row, offset - row * columns
-                moved[i - begin] = zigzag_of(distances[i])
-            for number in range(across):
-                tallies[number + 1] = end - begin
-                if across > 1:
-                    tallies[number + 1] = np.searchsorted(
-                        positions[begin:end], top * columns + column_edges[number + 1]
-                    )
-        else:
-            for i in range(begin, end):
-                offset = positions[i] - top * columns
-                row = np.int64((np.float64(offset) + 0.5) * per_column)
-                tallies[tile_of[offset - row * columns] + 1] += 1
-            for number in range(across):
-                tallies[number + 1] += tallies[number]
-            cursors = tallies[:-1].copy()
-            for i in range(begin, end):
-                offset = positions[i] - top * columns
-                row = np.int64((np.float64(offset) + 0.5) * per_column)
-                column = offset - row * columns
-                number = tile_of[column]
-                cursor = cursors[number]
-                cursors[number] += 1
-                rows[cursor], places[cursor], moved[cursor] = row, column, zigzag_of(distances[i])
-        masked, slot = 0, -1
-        if tallest > 1:
-            for number in range(across):
-                if tallies[number + 1] > tallies[number] and not plain[tile + number]:
-                    edges[masked] = column_edges[number], column_edges[number + 1]
+        for start in range(0, across, group):
+            end = begin + np.searchsorted(positions[begin:], (bottom - 1) * columns + column_edges[start + group])
+            masked = 0
+            for number in range(group):
+                left, right = column_edges[start + number], column_edges[start + number + 1]
+                slots[number], lefts[number] = group, left
+                widths[number], lengths[number] = words_of(right - left), right - left
+                if end > begin and not plain[tile + number]:
+                    edges[masked], slots[number] = (left, right), masked
                     masked += 1
             mask_tiles(bits, 0, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before)
-        for number in range(across):
-            low, high = tallies[number], tallies[number + 1]
-            sizes[tile] = high - low
-            if high > low:
-                left, right = column_edges[number], column_edges[number + 1]
-                out = begin + low, begin + high
-                if plain[tile]:
-                    _plain_gaps(
-                        rows[low:high], places[low:high], left, right, moved[low:high],
-                        kinds[out[0] : out[1]], gaps[out[0] : out[1]], values[out[0] : out[1]],
-                    )  # fmt: skip
-                else:
-                    slot += 1
-                    if tallest == 1:
-                        slot = 0
-                        edges[0] = left, right
-                        mask_tiles(bits, 0, columns, top, bottom, edges, magnitudes, limits, masks, before)
-                    _class_gaps(
-                        masks[slot], before[slot], (bottom - top) * words_of(right - left), left, right, rows[low:high],
-                        places[low:high], moved[low:high], kinds[out[0] : out[1]], gaps[out[0] : out[1]],
-                        values[out[0] : out[1]],
-                    )  # fmt: skip
-            tile += 1
-        begin = end
+            # By tiles and classes, as they follow each other in the streams.
+            ranks, buckets = np.empty(end - begin, np.uint32), np.empty(end - begin, np.uint32)
+            ends[:] = begin
+            for i in range(begin, end):
+                offset = positions[i] - top * columns
+                row = np.int64((np.float64(offset) + 0.5) * per_column)
+                column = np.uint64(offset - row * columns)
+                number = np.uint64(tile_of[column]) if group > 1 else ZERO
+                slot, place = slots[number], column - lefts[number]
+                bit, word = place & LOW6, np.uint64(row) * widths[number] + (place >> S6)
+                # By arithmetic alone: the class is unpredictable, and of a choice LLVM would make a branch.
+                middle, high = (masks[slot, ONE, word] >> bit) & ONE, (masks[slot, TWO, word] >> bit) & ONE
+                owner = middle + TWO * high
+                none = ONE ^ middle ^ high ^ ((masks[slot, ZERO, word] >> bit) & ONE)
+                earlier = masks[slot, owner, word] & ((ONE << bit) - ONE)
+                rank = np.uint64(before[slot, owner, word]) + ones(earlier)
+                among_all = np.uint64(row) * lengths[number] + place
+                bucket = number * np.uint64(BUCKETS) + owner + none * np.uint64(CLASSES)
+                ranks[i - begin] = rank ^ ((rank ^ among_all) & (ZERO - none))
+                buckets[i - begin] = bucket
+                ends[bucket + ONE] += 1
+            for bucket in range(BUCKETS * group):
+                ends[bucket + 1] += ends[bucket] - begin
+            for i in range(begin, end):
+                bucket = np.uint64(buckets[i - begin])
+                cursor = np.uint64(ends[bucket])
+                ends[bucket] += 1
+                gaps[cursor], values[cursor] = ranks[i - begin], zigzag_of(distances[i])
+            # Each number is the end of a bucket now.
+            done = begin
+            for number in range(group):
+                members = before[slots[number], :, np.uint64(bottom - top) * widths[number]]
+                mine = ends[BUCKETS * number : BUCKETS * (number + 1)]
+                _ranks_to_gaps(members, PLAIN if plain[tile] else OTHERS, done, mine, kinds, gaps)
+                sizes[tile], done = mine[CLASSES] - done, mine[CLASSES]
+                tile += 1
+            begin = end
 
 
 @_compile
-def _plain_gaps(rows, places, left, right, zigzags, kinds, gaps, values):
-    following = 0
-    for i in range(rows.size):
-        rank = np.int64(rows[i]) * (right - left) + places[i] - left
-        kinds[i], gaps[i], values[i] = PLAIN, rank - following, zigzags[i]
-        following = rank + 1
+def _ranks_to_gaps(members, others, start, ends, kinds, gaps):
+    """Replace a tile's ranks within their classes by gaps, and write the table of each.
 
-
-@_compile
-def _class_gaps(masks, before, words, left, right, rows, places, zigzags, kinds, gaps, values):
-    """Sort a tile's changes by rank, and compute their gaps; arguments as in ``gaps_of_bands`` and ``mask_tiles``."""
-    members = before[:, words]
-    ranks, owners = np.empty(rows.size, np.uint32), np.empty(rows.size, np.uint8)
-    starts = np.zeros(CLASSES + 2, np.int64)
-    base = np.zeros(CLASSES + 1, np.uint32)
-    for kind in range(CLASSES):
-        base[kind + 1] = base[kind] + members[kind]
-    across = words_of(right - left)
-    for i in range(rows.size):
-        place = np.uint64(places[i] - left)
-        bit = place & LOW6
-        word = np.uint64(rows[i] * across) + (place >> S6)
-        # Without branches, since the class is unpredictable.
-        low, middle, high = masks[ZERO, word], masks[ONE, word], masks[TWO, word]
-        owner = ONE * ((middle >> bit) & ONE) + TWO * ((high >> bit) & ONE)
-        owner += THREE * ((~(low | middle | high) >> bit) & ONE)
-        mine = low if owner == ZERO else (middle if owner == ONE else high)
-        rank = before[min(owner, TWO), word] + np.uint32(ones(mine & ((ONE << bit) - ONE)))
-        among_all = np.uint32(rows[i]) * np.uint32(right - left) + np.uint32(place)
-        ranks[i] = base[owner] + (among_all if owner == THREE else rank)
-        owners[i] = owner
-        starts[owner + ONE] += 1
-    for kind in range(CLASSES):
-        starts[kind + 1] += starts[kind]
-    for i in range(rows.size):
-        owner = np.uint64(owners[i])
-        cursor = np.uint64(starts[owner])
-        starts[owner] += 1
-        gaps[cursor], values[cursor] = ranks[i], zigzags[i]
+    Args:
+        members: (CLASSES,) elements of each class. others: the table after those of the classes.
+        start, ends: where the changes of the first class begin; where those of each class end, and those without.
+    """
     # A gap has the table of the element at which it begins.
-    kind, following = ZERO, np.uint32(0)
-    for i in range(rows.size):
-        while kind < OTHERS and following >= base[kind + ONE]:
-            kind += ONE
-        reached = gaps[i]
-        kinds[i], gaps[i] = kind, reached - following
-        following = reached + np.uint32(1)
+    kind, kind_end, following, base = 0, members[0], np.uint32(0), np.uint32(0)
+    for owner in range(CLASSES + 1):
+        for i in range(start, ends[owner]):
+            while kind < CLASSES and following >= kind_end:
+                kind += 1
+                kind_end += members[min(kind, CLASSES - 1)]
+            reached = base + gaps[i]
+            kinds[i], gaps[i] = (kind if kind < CLASSES else others), reached - following
+            following = reached + np.uint32(1)
+        start = ends[owner]
+        base += members[min(owner, CLASSES - 1)]
 
 
 @_compile
@@ -257,8 +222,8 @@ def write_streams(sizes, kinds, gaps, values, words, lengths, out, bit_sizes):
             kind, zigzag, gap = kinds[i], np.uint64(values[i]), np.uint64(gaps[i])
             token = token_of(gap)
             large = zigzag >= np.uint64(KINDS)
-            symbol = token * np.uint64(KINDS) + (np.uint64(KINDS - 1) if large else zigzag - ONE)
-            raw = max(token >> TWO, ONE) - ONE
+            symbol = token * np.uint64(KINDS) + zigzag - ONE - np.uint64(large) * (zigzag - np.uint64(KINDS))
+            raw = (token >> TWO) - np.uint64(token >= FOUR)
             length = np.uint64(lengths[kind, 0, symbol])
             pending |= np.uint64(words[kind, 0, symbol]) << filled
             pending |= (gap & ((ONE << raw) - ONE)) << (filled + length)
@@ -270,7 +235,7 @@ def write_streams(sizes, kinds, gaps, values, words, lengths, out, bit_sizes):
             if large:
                 value = zigzag - np.uint64(KINDS)
                 token = token_of(value)
-                raw = max(token >> TWO, ONE) - ONE
+                raw = (token >> TWO) - np.uint64(token >= FOUR)
                 length = np.uint64(lengths[kind, 1, token])
                 few = min(raw, FEW)
                 pending |= np.uint64(words[kind, 1, token]) << filled

@@ -187,10 +187,11 @@ def _mask_row_by_elements(bits, origin, columns, limits, magnitudes, masks, befo
 @_compile
 def token_of(value):
     """Return the token of a uint64."""
-    if value < np.uint64(8):
-        return value
+    # Without a branch, which would be unpredictable: from 4 on, one formula holds for all.
+    small = np.uint64(value < np.uint64(4)) << TWO
+    value += small
     exponent = np.uint64(63) - leading_zeros(value)
-    return (exponent << np.uint64(2)) - np.uint64(4) + ((value >> (exponent - np.uint64(2))) & np.uint64(3))
+    return (exponent << TWO) - np.uint64(4) + ((value >> (exponent - TWO)) & THREE) - small
 
 
 @_compile
