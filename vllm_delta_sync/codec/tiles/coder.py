@@ -387,7 +387,7 @@ class CodedTensor:
         )
 
 
-class _Batch(NamedTuple):
+class _DecodingBatch(NamedTuple):
     """What decoding any of some tensors of a block takes.
 
     Attributes:
@@ -507,7 +507,7 @@ class TilesBlock:
         payload = self._streams[begin : end + kernels.PADDING]
         if payload.size < end - begin + kernels.PADDING:
             payload = np.concatenate([payload, np.zeros(kernels.PADDING, np.uint8)])
-        batch = _Batch(
+        batch = _DecodingBatch(
             magnitude_mask(element), key_limits(self._thresholds, element), ~self._plain & (self._sizes > 0),
             self._starts - 8 * begin, read_only(payload),
         )  # fmt: skip
@@ -521,7 +521,7 @@ class TilesBlock:
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
         )
 
-    def _decode(self, row: int, base: BaseTensor | None, batch: _Batch, into: tuple[Positions, Bits]) -> int:
+    def _decode(self, row: int, base: BaseTensor | None, batch: _DecodingBatch, into: tuple[Positions, Bits]) -> int:
         """Write the positions and distances of the block's tensor number ``row`` → how many.
 
         Args:
