@@ -391,7 +391,7 @@ _EMPTY_IS_UNSET = frozenset(("bucket", "cache_dir", "cache_bytes", *StoreOptions
 
 def _from_file(path: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        # Editors of Windows begin a file with a mark of its encoding.
+        return tomllib.loads(Path(path).read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={path!r} cannot be read as TOML: {error}") from error

@@ -274,7 +274,7 @@ def test_admin_token(tmp_path: Path) -> None:
 def test_paths_in_a_file_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell has replaced the tilde there."""
     file = tmp_path / "settings.toml"
-    file.write_text('state_dir = "~/state"\n')
+    file.write_text('state_dir = "~/state"\n', "utf-8-sig")  # as some editors write it
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DELTA_SYNC_CONFIG", str(file))
     assert client_settings().state_dir == tmp_path / "state"

@@ -132,6 +132,22 @@ def test_the_first_bad_tensor_is_named(whole: Whole) -> None:
         whole.bucket.put(key, good)
 
 
+def test_a_damaged_object_that_is_removed_meanwhile_is_listed(whole: Whole) -> None:
+    key = whole.object_of(4)
+    whole.flip(key, len(whole.bucket.get(key)) - 1)
+    reads: list[str] = []
+
+    def get(name: str, **limits: Any) -> bytes:
+        reads.append(name)
+        if reads.count(key) > 1:
+            raise NotFoundError(f"{key} is gone")
+        return MemoryBucket.get(whole.bucket, name, **limits)
+
+    with mock.patch.object(whole.bucket, "get", get):
+        report = all_of(whole)
+    assert (key, None) in [(finding.key, finding.tensor) for finding in report.findings]
+
+
 @pytest.mark.parametrize("codec", ["plain", "tiled"])
 def test_each_tensor_of_a_damaged_object_is_named_somewhere(codec: str) -> None:
     whole = Whole(seed=3)

@@ -203,10 +203,12 @@ class ObjectServer:
             failure = error
         except OSError as error:
             failure = StoreError(f"cache_dir {str(self._folder.path)!r}: {error.strerror}; check its disk")
-        with self._lock:
-            if failure is not None:
-                self._failures[digest] = time.monotonic(), failure
-            del self._jobs[digest]
+        finally:
+            # Also after an error that no one foresaw: with its job left here, the object could never be fetched again.
+            with self._lock:
+                if failure is not None:
+                    self._failures[digest] = time.monotonic(), failure
+                del self._jobs[digest]
         if failure is not None and not isinstance(failure, NotFoundError):
             self._log.warn(f"cannot serve objects: {failure.message}; this is logged once", failure.kind)
         if fetched is not None:

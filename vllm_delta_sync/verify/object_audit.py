@@ -3,6 +3,8 @@
 ``check_files`` and ``check_sidecars`` do the same for the run's files and a version's sidecars.
 """
 
+from contextlib import suppress
+
 import numpy as np
 
 from vllm_delta_sync.bucket.verified import fetch_object
@@ -13,6 +15,7 @@ from vllm_delta_sync.errors import (
     DigestError,
     FingerprintError,
     FormatError,
+    LimitError,
     NotFoundError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
@@ -83,9 +86,12 @@ class ObjectAudit:
         try:
             data = self._early.fetch(ref)
         except DigestError as error:
-            data = self._run.bucket.get(ref.key)
-            whole = len(data) == ref.bytes
-            tensor = first_damaged_tensor(document, data, self._run.table, state) if whole else None
+            tensor = None
+            # Again, as it is now: it may be gone, or be as large as a store can hold.
+            with suppress(NotFoundError, LimitError):
+                data = self._run.bucket.get(ref.key, max_bytes=ref.bytes)
+                if len(data) == ref.bytes:
+                    tensor = first_damaged_tensor(document, data, self._run.table, state)
             where = describe_document(document) + ("" if tensor is None else f"; first bad tensor {tensor!r}")
             return Finding(ref.key, type(error)(f"{error.message} ({where})"), version, key, ref, tensor)
         except DataError as error:
