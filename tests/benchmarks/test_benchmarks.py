@@ -67,7 +67,9 @@ def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
     rows = [row("notice", "direct", "p50", 1.5, "ms"), row("notice", "broker, CURVE, signed", "p50", 2.25, "ms")]
     write(tmp_path / "notice.json", rows)
     text = render.render(tmp_path)
-    assert "| 1.5 ms; 2.25 ms | `python -m benchmarks.notice --json FILE` |" in text
+    assert (
+        "| 1.5 ms plain; 2.25 ms by broker, encrypted and signed | `python -m benchmarks.notice --json FILE` |" in text
+    )
     assert "| direct | 1.5 |" in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == ["## notice"]
 

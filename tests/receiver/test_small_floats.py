@@ -18,6 +18,8 @@ from vllm_delta_sync.engine.model.reload_units import _LiveMemoryGuard
 
 SECONDS = 400
 FAST = ("nvfp4 cutlass", "mxfp4 flashinfer", "gpt-oss")
+LOADED = [case for case in CASES if case != "gpt-oss" or torch.cpu._is_amx_tile_supported()]
+"""vLLM refuses stacked MXFP4 experts on a processor without AMX."""
 RELOADED: dict[str, set[str]] = {
     "nvfp4 emulated": {"weight_global_scale", "input_global_scale"},
     "nvfp4 cutlass": {"weight_global_scale", "input_global_scale", "weight_scale"},
@@ -40,7 +42,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """One process for all that are asked for: importing vLLM takes longer than any case."""
     root = tmp_path_factory.mktemp("small_floats")
     chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    cases = [spec.params["case"] for spec in chosen if spec is not None and "case" in spec.params]
+    cases = [spec.params["case"] for spec in chosen if spec is not None and spec.params.get("case") in LOADED]
     command = [sys.executable, "-m", "tests.receiver.small_floats", str(root), *cases]
     done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     found = {case: root / f"{case}.json" for case in cases}
@@ -51,6 +53,8 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.xdist_group("small_floats")
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_five_versions_have_the_bits_of_a_fresh_load(rows: dict[str, dict[str, Any]], case: str) -> None:
+    if case not in LOADED:
+        pytest.skip("vLLM's kernel for these experts needs a processor with AMX")
     row = rows[case]
     assert row["base"] == "reference"
     assert [each["version"] for each in row["seen"]] == list(range(1, VERSIONS + 1))
