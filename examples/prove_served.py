@@ -125,8 +125,8 @@ def prove(options: argparse.Namespace) -> bool:
     return all(claims.values())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: see ``--help``."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options for ``prove``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--server", required=True, metavar="URL", help="address of the server that follows the run")
@@ -137,8 +137,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--log", type=Path, default=Path("fresh-server.log"), help="log of the fresh vLLM (default: fresh-server.log)")
     add("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
     add("arguments", nargs="*", metavar="-- ARGUMENT", help="for `vllm serve`, as the server has them")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Exit status: see ``--help``."""
+    options = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return 0 if prove(parser.parse_args(arguments)) else 1
+        return 0 if prove(options) else 1
     except KeyboardInterrupt:
         print("interrupted; the fresh vLLM has ended")
         return 130

@@ -35,6 +35,7 @@ from typing import Any
 
 import httpx
 import pandas as pd  # type: ignore[import-untyped]
+import prove_served  # type: ignore[import-not-found]
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -232,9 +233,10 @@ def run(options: argparse.Namespace) -> bool:
             for part in (copy.deepcopy(model).to(torch.bfloat16), tokenizer):
                 part.save_pretrained(out / "checkpoint")
             served = ["--server", str(server.base_url), "--bucket", options.bucket, "--core", str(core)]
-            files = ["--checkpoint", out / "checkpoint", "--prompts", out / "prompts.json", "--log", out / "fresh.log"]
-            script = Path(__file__).with_name("prove_served.py")
-            proven = subprocess.run([sys.executable, script, *served, *files, "--", *FLAGS.split()]).returncode == 0
+            files = [f"--{name}={out / path}" for name, path in
+                     (("checkpoint", "checkpoint"), ("prompts", "prompts.json"), ("log", "fresh.log"))]  # fmt: skip
+            # In this process, so that an interrupt ends the fresh vLLM too.
+            proven = prove_served.prove(prove_served.parse([*served, *files, "--", *FLAGS.split()]))
     first, last = steps.reward.head(WINDOW), steps.reward.tail(WINDOW)
     rise, error = last.mean() - first.mean(), ((first.var() + last.var()) / WINDOW) ** 0.5
     summary = {"proven": proven, "steps": len(steps), "learning_rate": options.lr, "seed": options.seed}

@@ -16,12 +16,12 @@ import argparse
 import json
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
+import prove_served  # type: ignore[import-not-found]
 import torch
 from datasets import Dataset
 from real_model import CAPITAL_OF, FLAGS, MAX_TOKENS, SAMPLES, chat, reward, serving  # type: ignore[import-not-found]
@@ -138,8 +138,8 @@ def main() -> int:
         served = ["--server", str(server.base_url), "--bucket", options.bucket, "--core", str(core)]
         files = [f"--{name}={options.out / path}" for name, path in
                  (("checkpoint", "checkpoint"), ("prompts", "prompts.json"), ("log", "fresh.log"))]  # fmt: skip
-        script = Path(__file__).with_name("prove_served.py")
-        proven = subprocess.run([sys.executable, script, *served, *files, "--", *FLAGS.split()]).returncode == 0
+        # In this process, so that an interrupt ends the fresh vLLM too.
+        proven = prove_served.prove(prove_served.parse([*served, *files, "--", *FLAGS.split()]))
     rewards = pd.DataFrame([line for line in trainer.state.log_history if "reward" in line]).reward
     print(f"reward {rewards.head(WINDOW).mean():.3f} → {rewards.tail(WINDOW).mean():.3f} in {len(rewards)} steps, "
           f"{trainer.model_version} versions")  # fmt: skip
