@@ -18,7 +18,7 @@ import zstandard
 from benchmarks.common.training_data import Bits, Weights
 from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.change_log import ChangeLog
-from trainer_side.diff.engine import BATCH_ELEMENTS, Detector, SmallTensor
+from trainer_side.diff.engine import Detector, SmallTensor, SmallTensors
 from trainer_side.diff.pending_delta import SparseTensor, VersionChanges
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -105,8 +105,7 @@ def table_of(weights: Weights) -> TensorTable:
 def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, relative: bool = True) -> Changes:
     """Compare flat tensors and bring ``baseline`` up to ``new``, with a publisher's parts."""
     detector, logs, fingerprints = Detector(), {}, {}
-    batches: list[list[tuple[int, SmallTensor]]] = [[]]
-    elements = 0
+    batches = [SmallTensors()]
     for tensor, spec in enumerate(table):
         live = torch.from_numpy(new[tensor].view(np.int16)).view(torch.bfloat16).view(spec.shape)
         buffer = HostBuffer(baseline[tensor])
@@ -115,16 +114,14 @@ def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, rela
             logs[tensor] = ChangeLog(spec.element)
             fingerprints[tensor] = detector.collect(spec, buffer, live, logs[tensor])
             continue
-        elements += spec.numel
-        if elements > BATCH_ELEMENTS:
-            batches.append([])
-            elements = spec.numel
-        batches[-1].append((tensor, small))
-    for batch in filter(None, batches):
-        found = {tensor: ChangeLog(small.spec.element) for tensor, small in batch}
-        sums = detector.collect_each([small for _, small in batch], list(found.values()))
-        logs |= found
-        fingerprints |= dict(zip(found, sums, strict=True))
+        if not batches[-1].takes(small):
+            batches.append(SmallTensors())
+        batches[-1].append(tensor, small)
+    for batch in batches:
+        if batch.ids:
+            found = [ChangeLog(small.spec.element) for small in batch.tensors]
+            logs |= zip(batch.ids, found, strict=True)
+            fingerprints |= zip(batch.ids, detector.collect_each(batch.tensors, found), strict=True)
     logs = {tensor: logs[tensor] for tensor in sorted(logs) if logs[tensor].size}
     fingerprints = {tensor: fingerprints[tensor] for tensor in logs}
     sparse = [SparseTensor(tensor, log.size, log.pieces) for tensor, log in logs.items()]

@@ -53,6 +53,29 @@ class SmallTensor:
         return cls(spec, buffer, live)
 
 
+class SmallTensors:
+    """Small tensors of one dtype that are compared in one call.
+
+    Attributes:
+        ids, tensors: the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.tensors: list[SmallTensor] = []
+        self._elements = 0
+
+    def takes(self, tensor: SmallTensor) -> bool:
+        """Return whether the tensor fits in."""
+        same = not self.tensors or self.tensors[0].spec.dtype == tensor.spec.dtype
+        return same and self._elements + tensor.spec.numel <= BATCH_ELEMENTS
+
+    def append(self, tensor: int, small: SmallTensor) -> None:
+        self.ids.append(tensor)
+        self.tensors.append(small)
+        self._elements += small.spec.numel
+
+
 class Detector:
     """Compares live tensors with their baseline, large ones in several threads; one tensor at a time.
 

@@ -15,7 +15,7 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
 from trainer_side.diff.device import DeviceComparer, comparer_memory
-from trainer_side.diff.engine import BATCH_ELEMENTS, Detector, SmallTensor
+from trainer_side.diff.engine import Detector, SmallTensor, SmallTensors
 from trainer_side.diff.memory_limits import MemoryLimits
 from trainer_side.model.live_tensors import LiveTensors
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
@@ -187,7 +187,7 @@ class PendingDelta:
             lasting: tensors stay valid after the next one is requested: small ones are compared many at a time.
         """
         owners: dict[int, str] = {}
-        batch = _Batch()
+        batch = SmallTensors()
         for name, tensor, live in self._baseline.match(tensors):
             tied = owners.setdefault(tensor, name) != name
             small = None
@@ -196,7 +196,7 @@ class PendingDelta:
                 small = SmallTensor.of(self._baseline.table[tensor], buffer, live)
             if tied or (small is not None and not batch.takes(small)):
                 self._add_each(batch)
-                batch = _Batch()
+                batch = SmallTensors()
             if small is not None:
                 batch.append(tensor, small)
                 continue
@@ -216,7 +216,7 @@ class PendingDelta:
         self._add_each(batch)
         self._finish_devices()
 
-    def _add_each(self, batch: "_Batch") -> None:
+    def _add_each(self, batch: SmallTensors) -> None:
         """Do ``add`` for a batch."""
         if not batch.ids:
             return
@@ -418,29 +418,6 @@ def prepare_devices(detector: Detector, live: LiveTensors, baseline: Baseline) -
         except torch.OutOfMemoryError as error:
             needed = comparer_memory(baseline.table, baseline.location == "device")
             raise ModelError(f"{device} has no memory left to compare weights there, which takes {needed}") from error
-
-
-class _Batch:
-    """Small tensors of one dtype that are compared in one call.
-
-    Attributes:
-        ids, tensors: the tensors.
-    """
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.tensors: list[SmallTensor] = []
-        self._elements = 0
-
-    def takes(self, tensor: SmallTensor) -> bool:
-        """Return whether the tensor fits in."""
-        same = not self.tensors or self.tensors[0].spec.dtype == tensor.spec.dtype
-        return same and self._elements + tensor.spec.numel <= BATCH_ELEMENTS
-
-    def append(self, tensor: int, small: SmallTensor) -> None:
-        self.ids.append(tensor)
-        self.tensors.append(small)
-        self._elements += small.spec.numel
 
 
 SAMPLE_PIECES = 16
