@@ -11,8 +11,8 @@ REMOVED = "[removed]"
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,30}://"
 _NAMES = (
-    r"(?:[\w-]{0,40}?(?:signature|credential|access[_-]?key(?:[_-]?id)?|api[_-]?key|secret[\w-]{0,20}|password|passwd"
-    r"|token|googleaccessid)|sig)"
+    r"(?:[\w-]{0,40}?(?:signature(?:provided)?|credential|access[_-]?key(?:[_-]?id)?|api[_-]?key|secret[\w-]{0,20}"
+    r"|password|passwd|passphrase|token(?:-\d)?|googleaccessid)|sig)"
 )
 # A name that ends with "_key" or "Key" is a secret, except our settings that name files, and public keys. Words such as
 # "monkey" and a bare "key", which our messages use for keys of objects, are not.
@@ -27,22 +27,26 @@ _USERINFO = re.compile(
 )
 _QUERY = re.compile(rf"(?P<place>{_SCHEME}[^\s?#]{{0,4096}})(?P<mark>[?#])(?P<rest>\S+)")
 _CLOSING = "'\"`)>,.;:"
-_VALUE = r"(?P<value>[^\s&'\",;)]{6,})"
+_VALUE = r"(?P<value>(?<=')[^'\n]{6,}(?=')|(?<=\")[^\"\n]{6,}(?=\")|[^\s&'\",;)<]{6,})"
+# As in assignments, JSON, pairs of headers, XML, and options of commands.
 _PAIR = re.compile(
-    rf"(?i)(?P<name>(?<![\w-])(?:{_NAMES}|{_KEYS}))(?P<sign>['\"]?\s?=\s?['\"]?|['\"]\s?:\s?['\"]?){_VALUE}"
+    rf"(?i)(?P<name>(?<![\w-])(?:{_NAMES}|{_KEYS}))"
+    rf"(?P<sign>['\"]?\s?=\s?['\"]?|['\"]\s?:\s?['\"]?|['\"],\s?b?['\"]|>){_VALUE}"
 )
+_OPTION = re.compile(rf"(?P<name>--(?:{_NAMES}|{_KEYS}))(?P<sign>\s['\"]?){_VALUE}")
 # As in headers and YAML. Prose may follow "token:" or "signature:", but rarely a compound such as "api_token:".
 _LINE = re.compile(
     r"(?i)(?P<name>(?<![\w.-])(?:password|passwd|(?:token|secret)(?=\s?:\s?['\"]?[^\s\d]{0,64}\d)"
     rf"|[\w-]{{0,40}}?[_-](?:token|password|passwd|secret)|(?:{_KEYS})))(?P<sign>\s?:\s?['\"]?){_VALUE}"
 )
 _HEADER = re.compile(
-    r"(?i)(?P<name>authorization['\"]?\s?[:=]\s?['\"]?(?:[a-z][\w-]{0,40}+\s)?+|bearer\s|\bx-amz-[\w-]{1,40}:\s)"
+    r"(?i)(?P<name>authorization['\"]?\s?[:=,]\s?b?['\"]?(?:[a-z][\w-]{0,40}+\s)?+|bearer\s|\bx-amz-[\w-]{1,40}:\s"
+    r"|\bcookie:\s)"
     r"[^\s'\",;)]{6,}"
 )
 _KEY_ID = re.compile(
-    r"\b(?:A(?:KIA|SIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"
-    r"(?![A-Za-z0-9])"
+    r"\b(?:A(?:KIA|SIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
+    r"|ya29\.[\w-]{20,}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)?)(?![A-Za-z0-9])"
 )
 _PRIVATE = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.S)
 
@@ -57,13 +61,11 @@ def public_url(url: str) -> str:
 def redact(text: str) -> str:
     """Remove user, password, query and fragment of URLs, values named signature, token, secret and the like, access
     key ids, and private keys."""
-    if not any(mark in text for mark in ("://", "=", ":", "-----", "AKIA", "ASIA", "hf_", "earer", "gh", "glpat")):
-        return text
     text = _PRIVATE.sub(REMOVED, text)
     text = _USERINFO.sub(r"\g<scheme>", text)
     text = _QUERY.sub(_without_query, text)
     text = _HEADER.sub(rf"\g<name>{REMOVED}", text)
-    for pattern in (_PAIR, _LINE):
+    for pattern in (_PAIR, _LINE, _OPTION):
         text = pattern.sub(rf"\g<name>\g<sign>{REMOVED}", text)
     return _KEY_ID.sub(REMOVED, text)
 

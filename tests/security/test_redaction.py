@@ -48,6 +48,14 @@ from vllm_delta_sync.redaction import REMOVED, guarded_logger, public_url, redac
         "https://store.example/a;token=hidden",
         "gh ghp_hiddenhiddenhiddenhidden",
         "github_pat_11hidden_hiddenhiddenhidden and hf_hiddenhiddenhiddenhidden",
+        "[('Authorization', 'Basic hidden123'), (b'x-api-key', b'hidden123')]",
+        "Set-Cookie: sid=hidden123; Path=/",
+        "publish --admin-token hidden123 s3://bucket/run",
+        'password=\'two hidden words\' and "secret": "two hidden words"',
+        "<Code>ExpiredToken</Code><Token-0>hidden123</Token-0><SecretAccessKey>hidden123</SecretAccessKey>",
+        "<SignatureProvided>hidden123</SignatureProvided>",
+        "gs: ya29.hiddenhiddenhiddenhidden and AIzahiddenhiddenhiddenhiddenhiddenhidden",
+        "xet: eyJhiddenhiddenhidden.hiddenhidden.hiddenhidden has expired",
         "-----BEGIN PRIVATE KEY-----\nhidden\n-----END PRIVATE KEY-----\n",
         "-----BEGIN ENCRYPTED PRIVATE KEY-----\nhidden cut off",
     ],
@@ -76,6 +84,8 @@ def test_taken_out(text: str) -> None:
         "key: ab12cd34ab12cd34, trusted_keys=/data/a.pub,/data/b.pub",
         "public_key=ab12cd34ab12cd34 of monkey=business",
         "the token: whoever has it may do this",
+        "delta-sync publish --signing-key /data/trainer.key --admin-token-file /data/token --trusted-keys /data/a.pub",
+        "<Code>NoSuchKey</Code><Key>run/head.json</Key>",
     ],
 )
 def test_left(text: str) -> None:
@@ -166,6 +176,14 @@ def test_what_is_logged() -> None:
         "token: ",
         "authorization: a ",
         "gh",
+        "--token ",
+        "cookie: ",
+        "token>",
+        "token', '",
+        "eyJ",
+        "eyJaaaaaaaaaa.",
+        "ya29.",
+        "token-",
     ],
 )
 def test_hostile_text_costs_little(part: str) -> None:
