@@ -64,6 +64,7 @@ __all__ = [
     "CheckpointWatcher",
     "IncompleteCheckpointError",
     "PublishedCheckpoint",
+    "UnreadableCheckpointError",
 ]
 
 logger = guarded_logger(__name__)
@@ -84,6 +85,10 @@ class IncompleteCheckpointError(FormatError):
     """A checkpoint folder lacks a file or part of one, or was changed or deleted while it was read."""
 
 
+class UnreadableCheckpointError(StoreError):
+    """A file of a checkpoint folder cannot be read, though it is there; that may pass, as on a network file system."""
+
+
 class CheckpointFolder:
     """A complete Hugging Face safetensors checkpoint, or a delta that slime wrote, to be read tensor by tensor.
 
@@ -98,7 +103,8 @@ class CheckpointFolder:
     Raises:
         NotFoundError: no such folder, or no safetensors checkpoint in it.
         IncompleteCheckpointError: a file that the index names is missing or shorter than its header says.
-        FormatError: a file is malformed. StoreError: it cannot be read. UnsupportedError: as ``delta_index``.
+        FormatError: a file is malformed. StoreError, UnreadableCheckpointError: it cannot be read.
+        UnsupportedError: as ``delta_index``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -136,6 +142,7 @@ class CheckpointFolder:
         Raises:
             IncompleteCheckpointError: the folder was changed or deleted since it was opened; raised at the end at the
                 latest, so what was read is this checkpoint only if the iterator ends.
+            UnreadableCheckpointError: a file cannot be read.
         """
         buffer = np.empty(max((spec.nbytes for spec in self.specs.values()), default=0), np.uint8)
         done, fingerprint = 0, Fingerprint()
@@ -163,7 +170,11 @@ class CheckpointFolder:
         return str(self.fingerprint)
 
     def check_unchanged(self) -> None:
-        """Raise IncompleteCheckpointError if a safetensors file was changed or deleted since the folder was opened."""
+        """Check that the safetensors files are those that were opened.
+
+        Raises:
+            IncompleteCheckpointError: one was changed or deleted. UnreadableCheckpointError: one cannot be read.
+        """
         for name, state in self._states.items():
             with self._reading(name):
                 found = FileState.of(os.stat(self.path / name))
@@ -176,7 +187,7 @@ class CheckpointFolder:
         except FileNotFoundError as error:
             raise self._incomplete(f"{name} is missing") from error
         except OSError as error:
-            raise StoreError(f"{str(self.path / name)!r} cannot be read: {error.strerror}") from error
+            raise self._unreadable(name, error) from error
 
     def _open(self, name: str) -> BinaryIO:
         with self._reading(name):
@@ -195,13 +206,16 @@ class CheckpointFolder:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Raise IncompleteCheckpointError if a file cannot be read any more."""
+        """Raise IncompleteCheckpointError if a file is gone, UnreadableCheckpointError if it cannot be read."""
         try:
             yield
         except FileNotFoundError as error:
             raise self._incomplete(f"{name} was deleted while it was read") from error
         except OSError as error:
-            raise self._incomplete(f"{name} can no longer be read: {error.strerror}") from error
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: OSError) -> UnreadableCheckpointError:
+        return UnreadableCheckpointError(f"{str(self.path / name)!r} cannot be read: {error.strerror}")
 
     def _incomplete(self, reason: str) -> "IncompleteCheckpointError":
         return IncompleteCheckpointError(f"checkpoint {str(self.path)!r} is not complete: {reason}")
@@ -340,7 +354,8 @@ class CheckpointPublisher:
         Raises:
             UsageError: nothing tells its step, or the folder holds several checkpoints. TensorMismatchError: it has
             other tensors than the run. IncompleteCheckpointError: it is not complete, or was changed or deleted while
-            it was read. Otherwise as ``CheckpointFolder``, ``Publisher`` and ``Publisher.publish``.
+            it was read. UnreadableCheckpointError: it cannot be read. Otherwise as ``CheckpointFolder``, ``Publisher``
+            and ``Publisher.publish``.
         """
         began = time.monotonic()
         if not isinstance(checkpoint, CheckpointFolder):
@@ -518,8 +533,8 @@ class CheckpointWatcher:
 
     Attributes:
         refused: folder → why its checkpoint cannot be published, such as other tensors than those of the run.
-        left_out: folder → why it is none, or not complete. Both are only logged, once, and looked at again when a file
-            in the folder changes.
+        left_out: folder → why it is none, not complete, or not readable. Both are only logged, once. A folder is looked
+            at again when a file in it changes; one that cannot be read, at each poll.
     """
 
     def __init__(
@@ -537,6 +552,7 @@ class CheckpointWatcher:
         self.left_out: dict[str, str] = {}
         self._seen: dict[str, FoundCheckpoint] = {}
         self._done: dict[str, FoundCheckpoint] = {}
+        self._unreadable: dict[str, FoundCheckpoint] = {}
         self._waiting: set[str] = set()  # deltas whose base is not published
         self._stopped = False
         self._record = self._read_record()
@@ -583,7 +599,7 @@ class CheckpointWatcher:
             found = self._scan()
         except StoreError:
             found = self._seen
-        return [name for name, each in found.items() if self._done.get(name) != each]
+        return [name for name, each in found.items() if each not in (self._done.get(name), self._unreadable.get(name))]
 
     def _poll(self) -> Iterator[PublishedCheckpoint]:
         before, self._seen = self._seen, self._scan()
@@ -605,8 +621,13 @@ class CheckpointWatcher:
                 self._leave_out(found, reason)
                 continue
             was_done = found.name in self._done
+            self._unreadable.pop(found.name, None)
             result = self._publish(found)
-            self._done[found.name] = found
+            if result is not None:
+                self.refused.pop(found.name, None)
+                self.left_out.pop(found.name, None)
+            if found.name not in self._unreadable:
+                self._done[found.name] = found
             if result is not None and result.outcome != "older":
                 for name in self._waiting:
                     self._done.pop(name, None)
@@ -647,8 +668,6 @@ class CheckpointWatcher:
     def _publish(self, found: FoundCheckpoint) -> PublishedCheckpoint | None:
         """Publish a checkpoint that no longer changes; None if it cannot be."""
         path, step, newest = self._directory / found.name, _step(found), self._publisher.newest
-        self.refused.pop(found.name, None)
-        self.left_out.pop(found.name, None)
         if newest is not None and (reason := self._why_older(found)):
             return PublishedCheckpoint(path, step, "older", newest, reason=reason)
         try:
@@ -670,7 +689,9 @@ class CheckpointWatcher:
         record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
         try:
             result = self._publisher.publish(checkpoint, step, {SIDECAR: record.model_dump_json().encode()})
-        except (GateError, IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
+        except (
+            GateError, IncompleteCheckpointError, UnreadableCheckpointError, TensorMismatchError, ModelError
+        ) as error:  # fmt: skip
             self._refuse(found, error)
             return None
         except DataError as error:
@@ -695,17 +716,19 @@ class CheckpointWatcher:
 
     def _refuse(self, found: FoundCheckpoint, error: DeltaSyncError) -> None:
         if isinstance(error, IncompleteCheckpointError | NotFoundError | StoreError):
-            self._leave_out(found, error.message)
+            self._leave_out(found, error.message, isinstance(error, StoreError))
             return
         logger.warning("%s is not published: %s", found.name, error)
         self.refused[found.name] = error.message
+        self.left_out.pop(found.name, None)
 
-    def _leave_out(self, found: FoundCheckpoint, reason: str) -> None:
+    def _leave_out(self, found: FoundCheckpoint, reason: str, again: bool = False) -> None:
+        """Args: again: whether it is tried at the next poll, even if no file has changed."""
         if self.left_out.get(found.name) != reason:
             logger.warning("%s is not published: %s", found.name, reason)
         self.left_out[found.name] = reason
         self.refused.pop(found.name, None)
-        self._done[found.name] = found
+        (self._unreadable if again else self._done)[found.name] = found
 
     def _scan(self) -> dict[str, FoundCheckpoint]:
         try:

@@ -1,5 +1,7 @@
 """Checkpoint folders become versions, bit for bit: only complete ones, each once, and in bounded memory."""
 
+import errno
+import io
 import json
 import logging
 import os
@@ -8,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -510,6 +513,46 @@ def test_one_that_does_not_fit_stops_no_other(
     assert [result.step for result in watcher.watch(once=True)] == [4]
     assert watcher.left_out == {}
     assert_versions(url, [weights(step) for step in (1, 3, 4)])
+
+
+@pytest.mark.parametrize("call", ["stat", "seek"])
+def test_one_that_cannot_be_read_is_tried_again_and_stops_no_other(
+    call: str,
+    out: Path,
+    url: str,
+    watcher: CheckpointWatcher,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A network file system may fail for a while, and its files have not changed afterwards."""
+    damaged = write_checkpoint(out / "checkpoint-1", weights(1)) / SINGLE_NAME
+    write_checkpoint(out / "checkpoint-2", weights(2))
+    written_after(out / "checkpoint-1", 2)
+    number, stat, open_file = damaged.stat().st_ino, os.stat, CheckpointFolder._open
+
+    def failing(file: Any, *_: Any, **__: Any) -> Any:
+        if file == damaged:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(file, *_, **__)
+
+    class Stale(io.FileIO):
+        def seek(self, *_: Any) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def stale(folder: CheckpointFolder, name: str) -> Any:
+        file = open_file(folder, name)
+        return Stale(file.name) if os.fstat(file.fileno()).st_ino == number else file
+
+    with monkeypatch.context() as broken:
+        broken.setattr(*((os, "stat", failing) if call == "stat" else (CheckpointFolder, "_open", stale)))
+        assert [result.step for result in watcher.watch(once=True)] == [2]
+        assert list(watcher._poll()) == []
+        assert watcher.unfinished() == []
+        assert list(watcher.left_out) == ["checkpoint-1"]
+        assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["Stale file handle"]
+    assert [(result.step, result.outcome) for result in watcher._poll()] == [(1, "published")]
+    assert watcher.left_out == {}
+    assert_versions(url, [weights(2), weights(1)])
 
 
 def test_a_folder_that_is_left_out_is_named_once(

@@ -150,7 +150,7 @@ class Checkpoint:
 
     Raises:
         NotFoundError: no such directory, or no safetensors checkpoint in it.
-        FormatError, LimitError: a file is malformed, or a tensor is in two files.
+        FormatError, LimitError: a file is malformed, or a tensor is in two files. StoreError: one cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -191,18 +191,21 @@ def weight_files(path: Path) -> list[str]:
     """Return the paths of a checkpoint's safetensors files below its folder, those of its draft last.
 
     Raises:
-        NotFoundError: there is none. Otherwise as ``Checkpoint``.
+        NotFoundError: there is none. FormatError, LimitError: an index is malformed. StoreError: it is unreadable.
     """
     draft = path / DRAFT_FOLDER
-    drafts = _weight_files(draft) if any((draft / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)) else []
-    return [*_weight_files(path), *(f"{DRAFT_FOLDER}/{name}" for name in drafts)]
+    try:
+        drafts = _weight_files(draft) if any((draft / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)) else []
+        return [*_weight_files(path), *(f"{DRAFT_FOLDER}/{name}" for name in drafts)]
+    except OSError as error:
+        raise StoreError(f"checkpoint {str(path)!r} cannot be read: {error.strerror}") from error
 
 
 def _weight_files(path: Path) -> list[str]:
     """Return the names of the safetensors files in a folder: those that its index names, or the single one.
 
     Raises:
-        NotFoundError: there is neither. FormatError, LimitError: the index is malformed. StoreError: it is unreadable.
+        NotFoundError: there is neither. FormatError, LimitError: the index is malformed. OSError.
     """
     index = path / INDEX_NAME
     if index.is_file():
@@ -212,8 +215,6 @@ def _weight_files(path: Path) -> list[str]:
                     f"{INDEX_NAME}: size in bytes", os.fstat(file.fileno()).st_size, MAX_JSON_BYTES, "MAX_JSON_BYTES"
                 )
                 names = set(load_json(file.read(MAX_JSON_BYTES), INDEX_NAME)["weight_map"].values())
-        except OSError as error:
-            raise StoreError(f"{INDEX_NAME} in {str(path)!r} cannot be read: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{INDEX_NAME} in {str(path)!r} has no readable 'weight_map': {error}") from error
         bad = [name for name in names if not _is_file_name(name)]
