@@ -192,15 +192,15 @@ def test_exact_version_where_there_can_be_none(site: Site, monkeypatch: pytest.M
 async def complete(request: Request, when: str) -> Any:
     """An answer that a commit meets at some point; then it goes on as vLLM's routes do."""
     exactly: ExactRequest = request.app.state.delta_sync_exact.request
-    if when == "whole answer":
-        exactly.fail("and a commit came")
+    if when in ("whole answer", "refused"):
+        exactly.fail("and a commit came", interrupted=when != "refused")
         return {"it": "is complete"}
 
     async def stream() -> AsyncGenerator[str, None]:
         begins = "event: one\n" if when.startswith("named") else ""
         if when != "first part":
             yield f"{begins}data: one\n\n"
-        exactly.fail("and a commit came")
+        exactly.fail("and a commit came", interrupted=when != "refused")
         if when.endswith("raises"):
             raise RuntimeError("out of the stream")
         yield "data: theirs\n\n"
@@ -213,6 +213,7 @@ async def complete(request: Request, when: str) -> Any:
     ("when", "status", "expected"),
     [
         ("whole answer", 409, []),
+        ("refused", 409, []),
         ("first part", 409, []),
         ("stream", 200, ["data: one", "data: theirs", "data: [DONE]"]),
         ("stream that raises", 200, ["data: one", "event: error", OURS]),
@@ -238,7 +239,7 @@ def test_commit_at_any_point_of_an_answer_is_an_error(site: Site, when: str, sta
         event = json.loads(lines[-1].removeprefix("data: "))
         assert (event["type"], event["code"], event["message"]) == ("error", "version", message)
         assert (event["error"]["code"], event["error"]["message"]) == (409, message)
-    assert REGISTRY.get_sample_value("delta_sync_interrupted_total") == interrupted + 1
+    assert REGISTRY.get_sample_value("delta_sync_interrupted_total") == interrupted + (when != "refused")
 
 
 def test_session_waits_at_the_handshake_or_is_refused_there(site: Site) -> None:

@@ -167,6 +167,7 @@ def expect_refused(request: ExactRequest, reader: Reader, *words: str) -> None:
     assert isinstance(reader.error, GenerationError)
     assert reader.error.status_code == 409
     assert isinstance(request.error, VersionError)
+    assert request.interrupted is ("a commit changed" in request.error.message or "aborted" in request.error.message)
     for word in ("version 5 is asked for (X-Delta-Sync-Version)", *words):
         assert word in request.error.message
     assert str(reader.error) == f"version: {request.error.message}"

@@ -232,7 +232,7 @@ class Admission:
             await answer_error(exact.error)(scope, receive, _with_version_header(send, served))
         elif exact.error is not None and not ended:
             await send({"type": "http.response.body", "body": _error_event(exact.error), "more_body": False})
-        if exact.error is not None:
+        if exact.interrupted:
             metrics.count_interrupted()
 
     async def _wait_for(self, version: int, receive: "_ReadAhead") -> int:

@@ -38,12 +38,13 @@ class ExactRequest:
 
     Attributes:
         version: what it asks for. labels: of the engines' weights when it was admitted.
-        error: why there is no answer, or none of that version alone; set once.
+        error: why there is no answer, or none of that version alone; set once. interrupted: whether a commit is why.
     """
 
     version: int
     labels: frozenset[str]
     error: VersionError | UsageError | None = None
+    interrupted: bool = False
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -65,12 +66,16 @@ class ExactRequest:
         found = own if adapter is None else adapters.get(adapter)
         self.fail(
             f"and a commit changed the weights before its answer was complete; version {found} is served now. Ask for "
-            "that one, or set pause_mode to wait"
+            "that one, or set pause_mode to wait",
+            interrupted=True,
         )
 
-    def fail(self, reason: str, kind: type[VersionError | UsageError] = VersionError) -> None:
+    def fail(
+        self, reason: str, kind: type[VersionError | UsageError] = VersionError, interrupted: bool = False
+    ) -> None:
         """Note why there is no answer of the version alone, unless a reason is known."""
         if self.error is None:
+            self.interrupted = interrupted
             self.error = kind(f"version {self.version} is asked for ({VERSION_HEADER}), {reason}")
 
     def raise_in_vllm(self) -> None:
@@ -228,7 +233,7 @@ class ExactRequests:
             if output.new_token_ids or output.pooling_output is not None:
                 request.check_step(label, adapter)
             elif str(output.finish_reason) == "abort":
-                request.fail("and the engine aborted it, as pause_mode abort does at a commit; retry")
+                request.fail("and the engine aborted it, as pause_mode abort does at a commit; retry", interrupted=True)
             if request.error is not None:
                 failed.add(request)
         if label is not None and len(self._client.engine_core.core_engines) == 1:
