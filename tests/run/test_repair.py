@@ -10,7 +10,7 @@ from tests.support.collecting import MemoryBucket
 from tests.support.damage import Damage, Whole, random_run
 from tests.support.written import SMALL, Written, save_base
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError, NotFoundError
+from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Head
@@ -193,6 +193,18 @@ def test_run_json_and_the_table_come_back(whole: Whole) -> None:
     other.put("run.json", stranger.bucket.get("run.json").replace(b"5eed5eed", b"0eed5eed"))
     with pytest.raises(NotFoundError):
         repair(whole.bucket, mirror=other)
+
+
+def test_a_mirror_that_is_none_is_refused_although_nothing_is_damaged(whole: Whole) -> None:
+    with pytest.raises(NotFoundError, match="holds nothing; give the URL of a copy"):
+        repair(whole.run, mirror=MemoryBucket())
+    other = whole.bucket.copy()
+    other.put("run.json", whole.run.info.to_bytes().replace(b"5eed5eed", b"0eed5eed"))
+    with pytest.raises(UsageError, match=r"holds run 0eed5eed.*, not run 5eed5eed"):
+        repair(whole.run, mirror=other)
+    damaged = whole.bucket.copy()
+    damaged.delete("run.json")
+    assert repair(whole.run, mirror=damaged) == RepairReport()
 
 
 def test_the_newest_manifest_comes_from_a_mirror_before_any_head_names_it(whole: Whole) -> None:

@@ -4,6 +4,7 @@ With trusted keys, documents without a valid signature are not restored.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from vllm_delta_sync.bucket import Bucket
@@ -186,6 +187,27 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
         bucket.put(TABLE_KEY, table.to_bytes())
         restored.append(TABLE_KEY)
     return restored
+
+
+def check_copy(mirror: Bucket, info: RunInfo) -> None:
+    """Check that a mirror holds this run, as far as it can be read: its URL may be wrong.
+
+    Raises:
+        NotFoundError: it holds nothing. UsageError: it holds another run. StoreError: the store failed.
+    """
+    try:
+        found = read_info(mirror).run
+    except NotFoundError:
+        with suppress(UsageError):  # it cannot be listed
+            if next(iter(mirror.list("")), None) is None:
+                raise NotFoundError(
+                    f"the mirror {mirror.url} holds nothing; give the URL of a copy of the run"
+                ) from None
+        return
+    except DataError:
+        return
+    if found != info.run:
+        raise UsageError(f"the mirror {mirror.url} holds run {found}, not run {info.run}; give the URL of its copy")
 
 
 def _trusted_info(bucket: Bucket, keyring: Keyring) -> RunInfo | None:

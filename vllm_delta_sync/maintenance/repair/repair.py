@@ -22,7 +22,7 @@ from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.record import empty_record, ranges, spelled
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity
+from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, check_copy, restore_identity
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust import Keyring
@@ -75,7 +75,8 @@ def repair(
         keyring: trusted keys, and the key that signs rebuilt documents; None means that of ``run``.
 
     Raises:
-        NotFoundError: there is no run, or ``base`` does not exist. StoreError: a store failed.
+        NotFoundError: there is no run, the mirror is empty, or ``base`` does not exist. StoreError: a store failed.
+        UsageError: the mirror holds another run.
         BaseUnavailableError: ``base`` is not the run's base; nothing was rebuilt.
         DeltaSyncError: run.json or tensors.json is damaged or has no valid signature, and no mirror has it.
     """
@@ -98,6 +99,8 @@ def _repair(
     if mirror is not None:
         outcome.repaired += [f"{key}: from the mirror" for key in restore_identity(bucket, mirror, keyring)]
     run = RunReader(bucket, keyring)
+    if mirror is not None:
+        check_copy(mirror, run.info)
     unsigned: list[str] = []
     for _ in range(ROUNDS):
         report, audit = examine(run, base, progress, Findings(keep=True))
