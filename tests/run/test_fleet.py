@@ -291,7 +291,7 @@ def test_command_lists_them(chain: Chain, tmp_path: Path) -> None:
     rows = [(row["receiver"], row["served"], row["live"], row["holding"]) for row in document["replicas"]]
     assert rows == [("a", 2, True, False), ("b", 1, True, True)]
     other = Chain(tmp_path / "other")
-    assert shown("fleet", "list", "--bucket", other.url) == "0 live, 0 ended; nothing served; head -\n"
+    assert shown("fleet", "list", "--bucket", other.url) == "0 live, 0 ended; nothing served; head 0\n"
     assert kind(3, "fleet", "list", "--bucket", tmp_path / "elsewhere") == "not_found"
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_delta_sync.cli.arguments import RUN, VERSION, count, interval, opened, version
 from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import clean, known, print_columns
+from vllm_delta_sync.errors import NotFoundError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run
@@ -58,10 +59,14 @@ def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
     """Return all servers, the live ones first."""
     rows = [replica.document() for replica in [*fleet.live, *fleet.ended]]
     served = [row["served"] for row in rows if row["live"] and row["served"] is not None]
+    try:
+        head = run.reachable_head()[0].version
+    except NotFoundError:
+        head = None
     return {
         "run": run.info.run,
         "url": run.bucket.url,
-        "head": max((row["head"] for row in rows if row["head"] is not None), default=None),
+        "head": head,
         "live": len(fleet.live),
         "ended": len(fleet.ended),
         "lowest": min(served, default=None),
