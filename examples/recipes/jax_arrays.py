@@ -23,16 +23,15 @@ def jax_parts(arrays: Mapping[str, jax.Array], transposed: Container[str] = ()) 
         arrays: name in the checkpoint → array.
         transposed: names of matrices that the checkpoint has transposed, such as Flax kernels.
     """
+    host = jax.local_devices(backend="cpu")[0]
     for name, array in arrays.items():
         turned = name in transposed
         for shard in array.addressable_shards:
             if shard.replica_id:
                 continue
             offsets = tuple(dimension.start or 0 for dimension in shard.index)
-            data = shard.data
-            if any(device.platform != "cpu" for device in data.devices()):
-                data = jax.device_get(data)
-            tensor = from_dlpack(data)
+            # As an array of JAX's in host memory, not as one of NumPy's, which exports no bfloat16.
+            tensor = from_dlpack(jax.device_put(shard.data, host))
             yield Part(
                 name,
                 array.shape[::-1] if turned else array.shape,
