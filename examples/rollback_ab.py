@@ -3,8 +3,9 @@
     python examples/rollback_ab.py      # starts a small model and a server; about 2 minutes on a CPU
     python examples/rollback_ab.py --server http://127.0.0.1:8000 --bucket s3://models/runs/first --prompt "3 + 4 ="
 
-With --server nothing is published: the run must have at least two versions. At the end the server follows again what it
-followed before. One server answers for A and then for B; with two, give each its target and split the traffic.
+With --server nothing is published: the run must have at least two versions. At the end the tag is removed, and the
+server follows again what it followed before. One server answers for A and then for B; with two, give each its target
+and split the traffic.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trainer_side import Publisher
 
 PROGRAM = str(Path(sys.executable).with_name("delta-sync"))
+TAG = "rollback-ab"  # no name that other servers of the run may follow
 
 
 def connect(url: str) -> httpx.Client:
@@ -52,8 +54,10 @@ def tour(server: httpx.Client, bucket: str, prompt: str, publish: Callable[[], i
     before = server.get("/delta_sync/status").raise_for_status().json()
     if before["holding"]:
         sys.exit("another client's order holds the server; release it first")
+    if before["head"] is None or before["head"]["version"] < 1:
+        sys.exit("the run needs at least two versions")
     older = before["head"]["version"] - 1
-    subprocess.run([PROGRAM, "tag", "set", "best", "--bucket", bucket, "--version", str(older)], check=True)
+    subprocess.run([PROGRAM, "tag", "set", TAG, "--bucket", bucket, "--version", str(older)], check=True)
     try:
         order(server, "rollback", version=older)
         if publish:
@@ -63,7 +67,7 @@ def tour(server: httpx.Client, bucket: str, prompt: str, publish: Callable[[], i
         for name in ("release", "sync", "hold", "release"):
             order(server, name)
 
-        for name, target in (("A", "tag:best"), ("B", "head")):
+        for name, target in (("A", f"tag:{TAG}"), ("B", "head")):
             order(server, "target", target=target)
             body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
             answer = server.post("/v1/completions", json=body).raise_for_status().json()
@@ -71,6 +75,7 @@ def tour(server: httpx.Client, bucket: str, prompt: str, publish: Callable[[], i
             print(f"{name}: {prompt!r} → {answer['choices'][0]['text']!r}, written by version", *versions)
     finally:
         order(server, "target", target=before["target"])
+        subprocess.run([PROGRAM, "tag", "rm", TAG, "--bucket", bucket], check=True)
 
 
 def small_model(folder: str) -> Qwen3ForCausalLM:

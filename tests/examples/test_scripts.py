@@ -65,9 +65,14 @@ def test_the_tour_leaves_a_server_with_its_target(tmp_path: Path, capsys: pytest
     try:
         site.serve()
         client: Any = site.client()
+        with pytest.raises(SystemExit, match="two versions"):
+            rollback_ab.tour(client, str(tmp_path / "run"), "a b c")
+        site.publisher.tag("best", 0)
         rollback_ab.tour(client, str(tmp_path / "run"), "a b c", publish_next)
         status = client.get("/delta_sync/status").json()
         assert (status["target"], status["holding"], status["served"]["version"]) == ("head", False, 4)
+        with open_run(str(tmp_path / "run")) as run:
+            assert {name: tag.version for name, tag in run.tags().items()} == {"best": 0}
     finally:
         site.end()
     said = capsys.readouterr().out.splitlines()
