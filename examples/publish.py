@@ -100,6 +100,9 @@ def main() -> int:
     except DeltaSyncError as error:
         print(f"{error.kind}: {error.message}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # no such checkpoint or text
+        print(f"publish: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

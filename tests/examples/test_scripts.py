@@ -50,6 +50,15 @@ def test_publish_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
         assert {"config.json", "tokenizer.json"} <= {item.name for item in run.info.files}
 
 
+def test_publish_names_a_text_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "notes.txt"
+    monkeypatch.setattr(sys, "argv", ["publish.py", "--text", str(text)])
+    assert publish.main() == 1
+    assert str(text) in capsys.readouterr().err
+
+
 def test_the_tour_leaves_a_server_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = Site(tmp_path, state_dir=tmp_path / "state")
 
