@@ -1,4 +1,4 @@
-"""``duration`` and ``byte_count`` read what people write: ``90s``, ``2h``, ``500MB``, ``8GiB``.
+"""``duration`` and ``byte_count`` read what people write: ``90s``, ``2h``, ``500MB``, ``8GiB``; ``rounded`` writes.
 
 Numbers without a unit are seconds or bytes. Commands and settings use these, and no other parsers.
 """
@@ -28,6 +28,11 @@ def byte_count(text: str) -> int | None:
     """Return the bytes that a text means, case ignored; None if it is no size."""
     found = _scaled(text, SIZES, "b")
     return None if found is None else round(found)
+
+
+def rounded(value: float) -> str:
+    """Format a figure with three digits, or all that stand before the point; never as 1.23e+03."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def _scaled(text: str, units: Mapping[str, float], unit: str) -> float | None:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.commands import kind
 from vllm_delta_sync import units
+from vllm_delta_sync.cli.text import times
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import load_settings
 
@@ -26,6 +27,12 @@ def test_sizes() -> None:
         "3 KiB": 3072,
     }
     assert {text: units.byte_count(text) for text in found} == found
+
+
+def test_figures_have_no_exponent() -> None:
+    found = {0.0: "0", 0.00123: "0.00123", 12.345: "12.3", 999.6: "1,000", 8000.4: "8,000", 1234567.0: "1,234,567"}
+    assert {value: units.rounded(value) for value in found} == found
+    assert (times(2_000_000, 1000), times(641, 1)) == ("2,000x", "641x")
 
 
 @pytest.mark.parametrize(

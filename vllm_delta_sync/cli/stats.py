@@ -16,6 +16,7 @@ from vllm_delta_sync.cli.text import (
     print_fields,
     size,
 )
+from vllm_delta_sync.units import rounded
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.run_stats import VersionStats
@@ -87,7 +88,7 @@ def _print(data: dict[str, Any], shown: int) -> None:
     summary, rows, read = data["summary"], data["versions"], data["read"]
     rate = None
     if summary["versions_per_hour"] is not None:
-        rate = f"{summary['versions_per_hour']:.3g} versions, {size(round(summary['bytes_per_hour']))}"
+        rate = f"{rounded(summary['versions_per_hour'])} versions, {size(round(summary['bytes_per_hour']))}"
     saved = "" if summary["saved_share"] is None else f": {_share(summary['saved_share'])} saved"
     print_fields(
         ("run", data["run"]),
@@ -141,5 +142,5 @@ def _span(seconds: float | None) -> str:
         return "-"
     for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if math.fabs(seconds) >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{1000 * seconds:.3g} ms"
+            return f"{rounded(seconds / length)} {unit}"
+    return f"{rounded(1000 * seconds)} ms"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.units import rounded
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -75,7 +76,7 @@ def many(count: int, noun: str) -> str:
 
 def times(full: int, payload: int) -> str:
     """Format how many times smaller ``payload`` is than ``full``; a dash if there is no payload."""
-    return f"{full / payload:.3g}x" if payload else "-"
+    return f"{rounded(full / payload)}x" if payload else "-"
 
 
 def known(value: object, form: str = "{}") -> str:

@@ -38,6 +38,7 @@ from vllm_delta_sync.run.objects import file_digest
 from vllm_delta_sync.run.run_reader import RunReader, read_info
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.units import rounded
 from vllm_delta_sync.urls import local_path
 
 PREFIX = "doctor/"
@@ -124,7 +125,7 @@ class BucketProbe:
         if not root.exists():
             return ok("none needed")
         free = shutil.disk_usage(root).free
-        summary = f"none needed, this user may read; {free / 1e9:.3g} GB free"
+        summary = f"none needed, this user may read; {rounded(free / 1e9)} GB free"
         return ok(summary, user=os.geteuid(), owner=root.stat().st_uid, free_bytes=free)
 
     def put(self) -> CheckResult:
@@ -392,8 +393,8 @@ def ago(seconds: float) -> str:
 def _speeds(size: int, seconds: dict[str, float]) -> CheckResult:
     speeds = {direction: size / max(taken, 1e-9) for direction, taken in seconds.items()}
     figures = {"bytes": size, **{f"{name}_bytes_per_second": round(speed) for name, speed in speeds.items()}}
-    parts = [f"{speed / 1e6:.3g} MB/s {direction}" for direction, speed in speeds.items()]
-    summary = f"{', '.join(parts)} ({size / 1e6:.3g} MB)"
+    parts = [f"{rounded(speed / 1e6)} MB/s {direction}" for direction, speed in speeds.items()]
+    summary = f"{', '.join(parts)} ({rounded(size / 1e6)} MB)"
     if size < MIN_BYTES_PER_SECOND or min(speeds.values()) >= MIN_BYTES_PER_SECOND:
         return ok(summary, **figures)
     remedy = (
