@@ -25,7 +25,11 @@ def parser(bench: str, description: str, minutes: float) -> argparse.ArgumentPar
     Args:
         minutes: an estimate of how long it takes on two cores; ``start`` prefers what the committed results took.
     """
-    known = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
+    known = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{bench}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     known.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the rows here")
     known.add_argument("--quick", action="store_true", help="small sizes; a minute or two")
     known.set_defaults(minutes=minutes)
@@ -40,6 +44,8 @@ def parse(bench: str, description: str, arguments: list[str] | None, minutes: fl
 def start(known: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """Parse the arguments, and print how long the benchmark takes."""
     given = known.parse_args(arguments)
+    if given.json.is_dir():
+        known.error(f"argument --json: {given.json} is a directory")
     file = RESULTS / f"{known.prog.rpartition('.')[2]}.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     if given.quick:

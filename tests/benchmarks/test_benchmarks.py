@@ -99,6 +99,14 @@ def test_a_benchmark_says_at_its_start_how_long_it_takes(
     capsys.readouterr()
     assert "4 min" in said()
     assert "4 min" not in said("--quick")
+    with pytest.raises(SystemExit):
+        said("--json", str(tmp_path))
+    assert "is a directory" in capsys.readouterr().err, "which would be found out only after the measurements"
+
+
+def test_the_help_of_a_benchmark_keeps_its_lists() -> None:
+    text = "How it works:\n\n- one\n- two"
+    assert text in parser("made_up", text, minutes=1).format_help()
 
 
 def test_a_grid_has_a_line_for_each_case() -> None:
