@@ -85,7 +85,8 @@ def _row(process: ForkProcess, name: str, root: Path) -> Row:
 
 
 def _warm_up() -> None:
-    """Compile what is compiled at first use, for one element type after the other."""
+    """Compile what is compiled at first use, one element type after the other, and import what saving a model does."""
+    from tests.support.tiny import make_model, save_checkpoint
     from tests.support.world import World
     from vllm_delta_sync.codec import merge as merging
     from vllm_delta_sync.engine.commit import apply as commits
@@ -95,6 +96,7 @@ def _warm_up() -> None:
     commits.compile_kernels(elements)
     merging.warm_up(elements)
     with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(make_model("qwen3"), Path(folder, "model"))
         world = World(Path(folder))
         world.receiver.advance()
         world.train(1)

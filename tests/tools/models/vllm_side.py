@@ -1,6 +1,7 @@
 """A worker of vLLM's own in this process, as an engine would start it, but without one."""
 
 import copy
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -33,6 +34,9 @@ def prepare() -> None:
 
     # It looks at each model's class in a process of its own, which keeps CUDA from being initialized here.
     registry._run_in_subprocess = lambda look: look()
+    # vLLM collects garbage at each load, and would look at all that was imported.
+    gc.collect()
+    gc.freeze()
 
 
 def worker_config(
