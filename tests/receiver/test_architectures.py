@@ -1,8 +1,6 @@
 """Named families of models: patched, each is bit for bit what vLLM's own loader makes of the same version."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.e2e import warm
 from tests.support.running import run_python
 from tests.tools.models.reachable import differences
 
@@ -45,24 +44,23 @@ FAMILIES = [*REPRESENTATIVES, *(pytest.param(family, marks=pytest.mark.slow) for
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """One process for all that are asked for: importing vLLM takes longer than any family."""
+    """One process for all that are asked for, forked from the one of tests/e2e, which has imported vLLM."""
     found = tmp_path_factory.mktemp("models") / "rows.json"
     chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     families = [spec.params["family"] for spec in chosen if spec is not None and "family" in spec.params]
-    command = [sys.executable, "-m", "tests.tools.models", "--only", *families, "--json", str(found)]
-    done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
-    assert found.exists(), done.stderr[-3000:]
+    done = warm.run("tests.tools.models", "--only", *families, "--json", str(found), seconds=SECONDS)
+    assert found.exists(), done.said[-3000:]
     return {row["architecture"]: row for row in json.loads(found.read_text())}
 
 
-@pytest.mark.xdist_group("architectures")
+@pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize("family", [pytest.param("Qwen3ForCausalLM@reranker", marks=pytest.mark.slow)])
 def test_classifier_made_of_the_head_is_refused(rows: dict[str, dict[str, Any]], family: str) -> None:
     assert rows[family]["outcome"] == "refused"
     assert "tensor 'lm_head.weight' cannot be routed" in rows[family]["reason"]
 
 
-@pytest.mark.xdist_group("architectures")
+@pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_exact(rows: dict[str, dict[str, Any]], family: str) -> None:
     row = rows[family]

@@ -5,44 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.warm import ENVIRONMENT
-from tests.support.running import run_python
+from tests.e2e import warm
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.engine.compat import features
 from vllm_delta_sync.engine.entrypoints import serve_command
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, UsageError
 
-# vLLM's configuration registers much in its process, so that is another one.
-ASK = """
-import json, sys
-from vllm.config.utils import replace
-from vllm.engine.arg_utils import EngineArgs
-from vllm_delta_sync.engine.compat.features import check_features, fit_pause_mode
-from vllm_delta_sync.engine.entrypoints.load_format import is_in_run
-from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.settings import Settings
 
-answers, in_run = [], []
-for options in json.loads(sys.argv[2]):
-    settings = Settings(bucket="/run", pause_mode=options.pop("pause_mode", "keep"))
-    config = EngineArgs(model=sys.argv[1], enforce_eager=True, max_model_len=64, **options).create_engine_config()
-    try:
-        check_features(config)
-        fitted = fit_pause_mode(settings, config)
-        answers.append("" if fitted == settings else f"pause_mode becomes {fitted.pause_mode}")
-    except DeltaSyncError as error:
-        answers.append(error.message)
-    # Drafts are loaded with a configuration of their own, or with that of the served model.
-    found = [is_in_run(config, config.model_config)]
-    draft = getattr(config.speculative_config, "draft_model_config", None)
-    if draft is not None:
-        own = replace(config, model_config=draft, quant_config=None)
-        found += [is_in_run(own, draft), is_in_run(config, draft)]
-    in_run.append(found)
-print("ANSWERS", json.dumps([answers, in_run]))
-"""
-
-
+@pytest.mark.xdist_group("engines")
 def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
     base = str(save_checkpoint(make_model("llama"), tmp_path / "base"))
     draft = str(save_checkpoint(make_model("llama", seed=3), tmp_path / "draft"))
@@ -73,8 +43,8 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
         ({"runner": "pooling", "pause_mode": "abort"}, "pause_mode is 'abort'"),
     ]
     asked = json.dumps([options for options, _ in cases])
-    done = run_python("-c", ASK, base, asked, environment={**ENVIRONMENT, "VLLM_PLUGINS": ""})
-    line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
+    done = warm.run("tests.receiver.asked_options", base, asked, seconds=600, environment={"VLLM_PLUGINS": ""})
+    line = next(line for line in done.said.splitlines() if line.startswith("ANSWERS "))
     answers, in_run = json.loads(line.removeprefix("ANSWERS "))
     for (options, words), answer in zip(cases, answers, strict=True):
         assert words in answer if words else answer == "", options

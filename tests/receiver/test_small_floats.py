@@ -2,8 +2,6 @@
 each version, all that a model holds has the bits of a fresh load of what the tool writes of the trainer's weights."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.e2e import warm
 from tests.receiver.small_floats import CASES, VERSIONS
 from tests.receiver.test_derived import BlockQuantized
 from vllm_delta_sync.engine.model.load_record import record_load
@@ -39,18 +38,17 @@ RELOADED: dict[str, set[str]] = {
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """One process for all that are asked for: importing vLLM takes longer than any case."""
+    """One process for all that are asked for, forked from the one of tests/e2e, which has imported vLLM."""
     root = tmp_path_factory.mktemp("small_floats")
     chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     cases = [spec.params["case"] for spec in chosen if spec is not None and spec.params.get("case") in LOADED]
-    command = [sys.executable, "-m", "tests.receiver.small_floats", str(root), *cases]
-    done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
+    done = warm.run("tests.receiver.small_floats", str(root), *cases, seconds=SECONDS)
     found = {case: root / f"{case}.json" for case in cases}
-    assert all(path.exists() for path in found.values()), done.stderr[-6000:]
+    assert all(path.exists() for path in found.values()), done.said[-6000:]
     return {case: json.loads(path.read_text()) for case, path in found.items()}
 
 
-@pytest.mark.xdist_group("small_floats")
+@pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_five_versions_have_the_bits_of_a_fresh_load(rows: dict[str, dict[str, Any]], case: str) -> None:
     if case not in LOADED:

@@ -21,8 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.e2e.warm import see
 from tests.support.modules import ModulePort
-from tests.support.running import run_python
 from tests.support.tiny import make_model, save_checkpoint
 from tests.tools.models import vllm_side
 from tests.tools.models.reachable import differences
@@ -230,12 +230,11 @@ SLOW = tuple(name for name in CASES if name not in QUICK)
 def outcomes(names: tuple[str, ...]) -> dict[str, Any]:
     """What came of these cases."""
     with tempfile.TemporaryDirectory() as root:
-        run_python("-m", "tests.receiver.test_tied_heads", root, *names)
-        found: dict[str, Any] = json.loads((Path(root) / "seen.json").read_text())
+        found: dict[str, Any] = see("tests.receiver.test_tied_heads", Path(root), *names)
         return found
 
 
-@pytest.mark.xdist_group("tied_heads")
+@pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_a_head_is_what_a_fresh_load_makes_of_it(case: str) -> None:
     """The models that are served and loaded afresh are compared bit for bit, with everything that can be reached."""
