@@ -1,62 +1,52 @@
 """Which of several API servers leads, in real processes: one at a time, and another when it is killed."""
 
-import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support import api_server
+from tests.support.running import context_of_processes
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
 from vllm_delta_sync.engine.api import api_servers as meeting
 from vllm_delta_sync.errors import EngineError
 
+SERVERS = context_of_processes(api_server.__name__)
+
 
 class Process:
-    """One of tests/support/api_server.py. Whatever does not answer in time is killed, and the test fails."""
+    """One of tests/support/api_server.py. If it does not answer in time, the test fails."""
 
     def __init__(self, world: World, root: Path, folder: Path, index: int, count: int) -> None:
-        arguments = [str(root / "base"), world.url, str(folder), str(index), str(count)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.api_server", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.pid = self._process.pid
+        self._requests, theirs = SERVERS.Pipe()
+        arguments = (theirs, root / "base", world.url, meeting.ApiServerGroup(folder, index, count))
+        self._process = SERVERS.Process(target=api_server.run, args=arguments)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
 
     def read(self) -> Any:
-        assert self._process.stdout is not None
-        timer = threading.Timer(WAIT, self._process.kill)
-        timer.start()
-        try:
-            return json.loads(self._process.stdout.readline())
-        finally:
-            timer.cancel()
+        assert self._requests.poll(WAIT)
+        return self._requests.recv()
 
     def ask(self, action: str, argument: Any = None) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"action": action, "argument": argument}) + "\n")
-        self._process.stdin.flush()
+        self._requests.send({"action": action, "argument": argument})
         return self.read()
 
     def status(self) -> Any:
         return self.ask("status")
 
-    def end(self, number: int = signal.SIGKILL) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-        self._process.wait(WAIT)
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(WAIT)
 
 
 @pytest.fixture
@@ -76,7 +66,7 @@ def processes(world: World, tmp_path: Path, folder: Path) -> Iterator[list[Proce
     found = [Process(world, tmp_path, folder, index, 3) for index in range(3)]
     try:
         for process in found:
-            assert "ready" in process.read()
+            assert process.read() == "ready"
         yield found
     finally:
         for process in found:

@@ -1,16 +1,13 @@
-"""One of several API servers, without the HTTP.
+"""One of several API servers, without the HTTP: a process with an engine of its own, of torch modules.
 
-Run as ``python -m tests.support.api_server BASE RUN FOLDER INDEX COUNT``.
-
-Each has an engine of its own, of torch modules. Reads requests from standard input, one a line, and answers each with a
-line: ``{"action": "status"}``, ``{"action": "stop"}`` (vLLM begins to stop this server) or what ReceiverService.request
-takes, as JSON.
+It reads requests from a pipe, and answers each: ``{"action": "status"}``, ``{"action": "stop"}`` (vLLM begins to stop
+this server) or what ReceiverService.request takes.
 """
 
 import asyncio
-import json
-import sys
 import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +20,33 @@ from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
 
 
-async def serve(base: str, url: str, siblings: ApiServerGroup) -> None:
+def run(requests: Connection, base: Path, url: str, siblings: ApiServerGroup) -> None:
+    """Answer requests until the other end of the pipe is closed."""
+    with suppress(EOFError):
+        asyncio.run(_serve(requests, base, url, siblings))
+
+
+async def _serve(requests: Connection, base: Path, url: str, siblings: ApiServerGroup) -> None:
     model = FusedModel()
-    model.load_weights(load_file(Path(base) / "model.safetensors").items())
+    model.load_weights(load_file(base / "model.safetensors").items())
     settings = Settings(bucket=url, poll_seconds=0.05)
     stopping = threading.Event()
     controller = LeaderElection(lambda: ReceiverService(ModulePort(model), settings), siblings, stopping)
     await controller.start()
-    print(json.dumps({"ready": siblings.index}), flush=True)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        asked = json.loads(line)
+    requests.send("ready")
+    while True:
+        asked = await asyncio.to_thread(requests.recv)
         if asked["action"] == "stop":
             stopping.set()
-            print("{}", flush=True)
+            requests.send(None)
         else:
-            print(json.dumps(await answer(controller, **asked)), flush=True)
+            requests.send(await _answer(controller, **asked))
 
 
-async def answer(controller: LeaderElection, action: str, argument: Any = None) -> Any:
+async def _answer(controller: LeaderElection, action: str, argument: Any = None) -> Any:
     try:
         if action == "status":
             return {**controller.receiver.status(), "seen": controller.receiver.served_version}
         return await asyncio.wrap_future(controller.request(action, argument))
     except DeltaSyncError as error:
         return error_answer(error)
-
-
-if __name__ == "__main__":
-    base, url, folder, index, count = sys.argv[1:]
-    asyncio.run(serve(base, url, ApiServerGroup(Path(folder), int(index), int(count))))

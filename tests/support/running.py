@@ -20,6 +20,7 @@ import pytest
 from vllm_delta_sync.bucket.factory import OpenedBucket
 
 ROOT = Path(__file__).parents[2]
+_PRELOADED = ["pytest"]
 
 
 def run_python(
@@ -63,8 +64,10 @@ def small_disk(folder: Path, size: str) -> list[str]:
 
 def context_of_processes(module: str) -> ForkServerContext:
     """Starts processes that run functions of a module of tests: forks of one that has imported it, without threads."""
+    _PRELOADED.append(module)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", module])
+    # One process for all of them, and whoever sets what it imports sets all.
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 
