@@ -23,9 +23,9 @@ from vllm_delta_sync.engine.model import route_map
 from vllm_delta_sync.engine.staging import live_base, stage
 from vllm_delta_sync.errors import BusyError, EngineError
 
-CYCLES = 400
+CYCLES = 100
 """Times that the engine falls asleep; more on a machine so busy that the reads hardly meet them."""
-LONGEST_SECONDS = 240.0
+LONGEST_SECONDS = 120.0
 PAGE = mmap.PAGESIZE
 NO_ACCESS, READ_WRITE = 0, 3
 
@@ -98,14 +98,19 @@ def main() -> None:
         write_hooks.watch_writes(worker, world.model, rank.memory)
         world.train(1)
         staged = stage_request(world)
-        everything = list(range(len(world.tensors)))
+        scan = protocol.Scan(list(range(len(world.tensors))))
+        began = time.monotonic()
+        rank.stage(staged)
+        rank.scan(scan)
+        # So that of the reads some finish, and sleeps come in the middle of others.
+        awake = 2 * (time.monotonic() - began)
         ended, outcomes = threading.Event(), {"finished": 0, "refused": 0}
 
         def read() -> None:
             while not ended.is_set():
                 try:
                     with rank.memory.background_thread():
-                        rank.stage(staged) if chance.random() < 0.5 else rank.scan(protocol.Scan(everything))
+                        rank.stage(staged) if chance.random() < 0.5 else rank.scan(scan)
                     outcomes["finished"] += 1
                 except (BusyError, EngineError):
                     outcomes["refused"] += 1
@@ -117,7 +122,7 @@ def main() -> None:
         cycles, deadline = 0, time.monotonic() + LONGEST_SECONDS
         while cycles < CYCLES or (min(outcomes.values()) < CYCLES // 10 and time.monotonic() < deadline):
             cycles += 1
-            time.sleep(chance.random() * 5e-3)
+            time.sleep(chance.random() * awake)
             worker.sleep()
             time.sleep(chance.random() * 2e-3)
             worker.wake_up()
