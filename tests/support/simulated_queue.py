@@ -4,6 +4,7 @@ What reads or writes memory without an event that orders it gets what no real de
 """
 
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class SimulatedQueue(DeviceQueue):
 
     Attributes:
         current: the calling thread's current stream, one of two.
+        memory, used: bytes that the device has, None for no end; and those in use.
     """
 
     def __init__(self, seed: int | None = None, memory: int | None = None) -> None:
@@ -52,18 +54,23 @@ class SimulatedQueue(DeviceQueue):
         }
         self._done = dict.fromkeys(self._streams, 0)
         self._own: set[int] = set()
-        self.memory = memory
+        self.memory, self.used = memory, 0
         self.record_of = Record()
 
     def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
-        if self.memory is not None and made.nbytes > self.memory:
-            raise torch.OutOfMemoryError(f"{made.nbytes} bytes")
+        if self.memory is not None and made.nbytes > self.memory - self.used:
+            raise torch.OutOfMemoryError(f"{made.nbytes} bytes, and {self.memory - self.used} are left")
+        self.used += made.nbytes
+        weakref.finalize(made.untyped_storage(), self._free, made.nbytes)
         # Neither zeros nor what was there before.
         made.view(torch.uint8).fill_(0xA5)
         self._own.add(made.untyped_storage().data_ptr())
         self.record_of.allocated.append(made.nbytes)
         return made
+
+    def _free(self, nbytes: int) -> None:
+        self.used -= nbytes
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
@@ -119,6 +126,12 @@ class SimulatedQueue(DeviceQueue):
 
     def _reach(self, event: Moment) -> None:
         while self._done[event.stream] < event.position:
-            work = self._streams[event.stream][self._done[event.stream]]
-            work()
+            stream, done = self._streams[event.stream], self._done[event.stream]
+            stream[done]()
+            # Frees what only this work refers to.
+            stream[done] = _nothing
             self._done[event.stream] += 1
+
+
+def _nothing() -> None:
+    pass

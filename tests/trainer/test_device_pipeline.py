@@ -204,7 +204,7 @@ def test_without_memory_for_more_room() -> None:
     weights = Weights(["BF16"] * len(sizes), sizes, True, queue)
     weights.step(0.01)
     weights.publish()
-    queue.memory = 4 * 2 * BATCH
+    queue.memory = queue.used
     for _ in range(2):
         weights.step(0.08)
         weights.publish()

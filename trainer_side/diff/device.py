@@ -13,6 +13,7 @@ Kernels are Triton's on CUDA (``compare_triton``), and torch operations elsewher
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -312,16 +313,18 @@ class DeviceComparer:
             self._begun = True
         least, most = _rooms(self._totals[width])
         room = ROOM_ALIGNMENT * -(-max(least, min(self._needed[width], most)) // ROOM_ALIGNMENT)
-        found = self._found.get(width)
-        if found is None or (found.room < room and not self._launched):
-            self._found.pop(width, None)
-            try:
+        before = self._found[width].room if width in self._found else 0
+        if not before:
+            self._found[width] = Found(queue, width, room)
+        elif before < room and not self._launched:
+            # Nothing else refers to it, so that the larger one may take its memory; if even that is too little, one of
+            # the same size does: not inside ``except``, since the error refers to what was allocated before it.
+            del self._found[width]
+            with suppress(torch.OutOfMemoryError):
                 self._found[width] = Found(queue, width, room)
-            except torch.OutOfMemoryError:
-                if found is None:
-                    raise
+            if width not in self._found:
                 self._needed[width] = 0
-                self._found[width] = Found(queue, width, found.room)
+                self._found[width] = Found(queue, width, before)
         return self._tables
 
     def _upload_owners(self, batch: PieceBatch, at: slice, tables: PieceTables) -> None:
