@@ -129,3 +129,31 @@ def test_unchanged_weights_are_skipped_if_asked(bucket: Hooked, trainer: Trainer
         assert publisher.publish(step=3, wait=True, skip_unchanged=True).version == 2
     assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 2, 3]
     assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("location", ["device"], indirect=True)
+def test_device_memory_that_runs_out_while_a_version_is_reverted(
+    location: Any, bucket: Hooked, trainer: Trainer
+) -> None:
+    """A part of the baseline then has the version that failed: it is restored before anything is compared with it."""
+    upload, uploads = DeviceBuffer._on_device, 3
+
+    def until_it_is_full(held: DeviceBuffer, array: np.ndarray) -> torch.Tensor:
+        nonlocal uploads
+        uploads -= 1
+        if uploads < 0:
+            raise torch.OutOfMemoryError
+        return upload(held, array)
+
+    with Publisher(trainer.live, bucket, baseline=location) as publisher:
+        history = publish(publisher, trainer, 2)
+        bucket.before = FailAt("versions/")
+        trainer.step()
+        with mock.patch.object(DeviceBuffer, "_on_device", until_it_is_full):
+            publisher.publish(step=3)
+            expect_failure(publisher, "injected")
+        assert uploads < 0
+        trainer.step()
+        publisher.publish(step=4, wait=True)
+        history.append(trainer.copy())
+    assert_history(bucket, history)

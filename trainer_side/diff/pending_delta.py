@@ -307,10 +307,10 @@ class PendingDelta:
             try:
                 for tensor, log in reversed(self._touched):
                     log.revert(self._baseline.buffer(tensor))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  a file that cannot be read, or memory of a device that runs out
                 # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
                 self._baseline.suspect = True
-                logger.error("the temporary file of a version's changes cannot be read: %s", error)
+                logger.error("a version's changes could not be reverted (%s: %s)", type(error).__name__, error)
             self._closed = True
             self._touched.clear()
             self._spool.close()
