@@ -562,7 +562,7 @@ def test_way_back_that_fails_too_is_lost_and_not_served(moved: World) -> None:
 
 
 def test_an_operation_that_runs_has_no_outcome_yet() -> None:
-    background, let_go = Background(nullcontext), threading.Event()
+    background, let_go = Background(nullcontext, lambda: None), threading.Event()
 
     def operation() -> protocol.Scanned:
         assert let_go.wait(60)

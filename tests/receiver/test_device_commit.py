@@ -1,5 +1,8 @@
 """A commit on a (simulated) device: in batches, uploaded as far as memory goes, and nothing is allocated in a pause."""
 
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.device import SimulatedDevice, for_host, identity, staged_on_device
 from tests.support.world import World
+from tests.tools.guarded_weights import stage_request
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
+from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import accelerator, device_patch
+from vllm_delta_sync.engine.model import patch as patch_module
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route import Destination, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -232,6 +239,49 @@ def test_a_large_version_gives_its_memory_back(tmp_path: Any, monkeypatch: pytes
         world.train_and_follow(step)
         assert space.slabs == held[-1]
     assert usual <= min(held) <= max(held) <= usual + 2
+
+
+@pytest.mark.parametrize("at", ["first batch", "end"])
+def test_an_engine_that_falls_asleep_while_a_version_is_staged_keeps_no_memory_for_it(
+    at: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sleep comes as soon as it may, between two batches; or after the last one."""
+    monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", 1_024)
+    world = World(tmp_path)
+    device = SimulatedDevice()
+    rank = on_device(world, device)
+    world.receiver.advance()
+    worker = SimpleNamespace(sleep=lambda level: None, wake_up=lambda tags: None)
+    write_hooks.watch_writes(worker, world.model, rank.memory)
+    world.train(1)
+    request = stage_request(world)
+    rank.leave_device()
+    upload, original = accelerator.Workspace.upload, device_patch.stage_on_device
+    sleeping = threading.Thread(target=lambda: worker.sleep(1))
+
+    def fall_asleep(workspace: accelerator.Workspace, *arguments: Any) -> None:
+        upload(workspace, *arguments)
+        if at == "first batch" and not sleeping.ident:
+            sleeping.start()
+            while rank.memory._gate.acquire(blocking=False):
+                rank.memory._gate.release()
+
+    def staged(*arguments: Any) -> Any:
+        found = original(*arguments)
+        assert device.workspace.slabs > 3
+        sleeping.start()
+        sleeping.join()
+        return found
+
+    monkeypatch.setattr(accelerator.Workspace, "upload", fall_asleep)
+    if at == "end":
+        monkeypatch.setattr(patch_module, "stage_on_device", staged)
+    rank.answer(request)
+    while rank.answer(protocol.Poll()) == protocol.Progress(True):
+        time.sleep(1e-3)
+    sleeping.join()
+    assert rank.memory.asleep
+    assert device.workspace.slabs == 0
 
 
 def test_the_workspace_takes_what_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,11 @@ class Background:
 
     Args:
         context: entered in the thread around each operation.
+        settle: called in the thread after each operation, when nothing refers any more to what the operation used.
     """
 
-    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._context = context
+    def __init__(self, context: Callable[[], AbstractContextManager[None]], settle: Callable[[], None]) -> None:
+        self._context, self._settle = context, settle
         self._thread: threading.Thread | None = None
         self._name = ""
         self._outcome: protocol.RankAnswer | None = None
@@ -85,6 +86,7 @@ class Background:
             self._outcome = protocol.RankFailure.of(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must receive it
             self._outcome = protocol.RankFailure.of(protocol.wrap_error(error))
+        self._settle()
 
     def outcome(self, name: str) -> protocol.RankAnswer:
         """Return the answer or error of the last operation.
@@ -147,7 +149,7 @@ class RankWorker:
         self._staged: StagedPatch | None = None
         self._undo_log = UndoLog()
         self._staged_stamp = self._weights_stamp()
-        self._background = Background(self.memory.background_thread)
+        self._background = Background(self.memory.background_thread, self._settle)
 
     def answer(self, request: protocol.RankRequest[Any]) -> protocol.RankAnswer:
         """Do what the controller asks, by the method that has the operation's name.
@@ -406,6 +408,15 @@ class RankWorker:
         self._undo_log.confirm()
         if self.memory.accelerator is not None:
             self.memory.accelerator.free_idle_memory()
+
+    def _settle(self) -> None:
+        """Give up what a background operation still had, or has staged, when the engine fell asleep."""
+        if self.memory.asleep:
+            self._staged = None
+            if self.memory.accelerator is not None:
+                self.memory.accelerator.free_idle_memory()
+                # Also what torch keeps of other tensors that the operation made.
+                self.memory.accelerator.release([])
 
     def note_external_write(self, writer: str) -> None:
         """Record that a call from outside writes weights, or may."""
