@@ -80,5 +80,6 @@ def _encoding(baseline: Baseline, options: PublisherOptions) -> int:
 
 
 def _on_devices(baseline: Baseline) -> MemoryUse:
-    """Return what comparisons on a device take there, and in pinned memory."""
-    return comparer_memory(baseline.table, baseline.location == "device") if baseline.on_cuda else MemoryUse()
+    """Return what comparisons on devices take there, and in pinned memory: each as if all tensors were on it."""
+    each = comparer_memory(baseline.table, baseline.location == "device")
+    return sum([each] * len(baseline.cuda_devices), MemoryUse())

@@ -15,14 +15,17 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, expect_failure, publish
+from tests.support.simulated_queue import SimulatedQueue
 from trainer_side import Budget, Gate, Publisher
-from trainer_side.diff import memory_limits
+from trainer_side.diff import compare_torch, memory_limits
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.change_log import ChangeSpool
+from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.memory import publisher_memory
+from trainer_side.model.live_tensors import CheckpointTensor
 from trainer_side.model.sources import live_tensors
 from trainer_side.options import PublisherOptions
 from trainer_side.writer import RunWriter
@@ -100,6 +103,23 @@ def test_a_baseline_on_a_device_is_none_on_the_host() -> None:
     assert baseline.memory() == MemoryUse(host=36, device=100)
     baseline.buffer_on(baseline.table.index("there"), torch.device("meta"))
     assert baseline.memory() == MemoryUse(host=36, device=100)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_device_that_compares_is_counted(devices: int) -> None:
+    """Of a model over several, as ``device_map`` makes them: each has tables and room of its own."""
+    live = live_tensors({f"t{number}": torch.zeros(3000, dtype=torch.bfloat16) for number in range(6)})
+    for number, name in enumerate(live.tensors):
+        there = torch.device("cuda", number % devices)
+        live.tensors[name] = CheckpointTensor(name, (3000,), torch.bfloat16, device=there)
+    baseline = Baseline.captured(live)
+    said, taken = publisher_memory(baseline, options(), 1, False), 0
+    for _ in range(devices):
+        queue = SimulatedQueue()
+        comparer = DeviceComparer(queue, baseline.table, compare_torch)
+        comparer.prepare("BF16", torch.bfloat16, on_device=False)
+        taken += queue.used
+    assert taken <= said.largest.device - said.at_rest.device
 
 
 @pytest.fixture

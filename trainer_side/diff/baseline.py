@@ -79,7 +79,7 @@ class Baseline:
         table: the run's tensors.
         targets_of: live tensor name (aliases included) → ids of the tensors that get its values.
         suspect: the bits may be damaged, and are compared with what was published before the next comparison.
-        on_cuda: whether a live tensor is on a CUDA device, as far as is known.
+        cuda_devices: those that live tensors are on, as far as is known.
         fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``replace``.
         first_difference: with a base: the first tensor whose bits differ from the base, None if none does.
     """
@@ -102,7 +102,7 @@ class Baseline:
         self.table = table
         self.targets_of = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
         self.first_difference: str | None = None
-        self.on_cuda = False
+        self.cuda_devices: set[torch.device] = set()
         self.suspect = False
         self.fingerprints: list[Fingerprint] = []
         self._partial = frozenset(partial)
@@ -140,7 +140,7 @@ class Baseline:
         """Learn which live tensors are on a device, to know before the first comparison what will be where."""
         there = [name for name, tensor in live.tensors.items() if tensor.device.type != "cpu"]
         self._on_devices = {tensor for name in there for tensor in self.targets_of.get(name, ())}
-        self.on_cuda = any(live.tensors[name].device.type == "cuda" for name in there)
+        self.cuda_devices = {live.tensors[name].device for name in there if live.tensors[name].device.type == "cuda"}
 
     def memory(self) -> MemoryUse:
         """Return the bytes of the bits, where they are once each tensor was compared."""
@@ -154,7 +154,7 @@ class Baseline:
         slab = self._slab.nbytes if self._slab is not None else 0
         if self.location == "disk":
             return MemoryUse(host=host, device=device, disk=slab)
-        pinned = self._slab is not None and (self._slab.pinned or (self.on_cuda and self._slab.pinnable))
+        pinned = self._slab is not None and (self._slab.pinned or (bool(self.cuda_devices) and self._slab.pinnable))
         return MemoryUse(host=host + (0 if pinned else slab), pinned=slab if pinned else 0, device=device)
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
