@@ -71,6 +71,8 @@ def main(root: Path, options: dict[str, Any]) -> None:
         if each:
             sync.rollback(BACK)
             seen["back"] = look(llm, root / f"v{BACK}")
+    # vLLM gives one engine of a process memory that it can give up; what is said does not depend on it.
+    options.pop("enable_sleep_mode", None)
     fresh = engine_with(save_checkpoint(model, root / "last"), options)
     seen["fresh"] = digests(worker_model(fresh)) if silent else say(fresh, adapter)
     engines = [llm, fresh]
@@ -179,25 +181,26 @@ def addresses(llm: Any) -> dict[str, int]:
 def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
     """Send the workers to sleep, try to move them, and wake them; what was said to the attempt.
 
-    CPU workers keep their memory while they sleep. At level 2 others do not, so it is overwritten here, also that of
-    ``drafts``.
+    At level 2 the weights are lost, also those of ``drafts``. CPU workers keep their memory while they sleep, so it is
+    overwritten meanwhile. Others give it up: nothing may touch it until they are awake, and it may then be as before.
     """
     from vllm_delta_sync.errors import BusyError, FingerprintError
 
+    weights = [weight for model in (worker_model(llm), *drafts) for weight in model.parameters()]
+    kept = weights[0].is_cpu
     llm.collective_rpc("sleep", args=(level,))
     try:
         sync.to()
         said = "moved"
     except BusyError as error:
         said = error.message
-    if level == 2:
-        with torch.no_grad():
-            for model in (worker_model(llm), *drafts):
-                for parameter in model.parameters():
-                    parameter.zero_()
-            if llm.llm_engine.vllm_config.lora_config is not None:
-                lose_adapter_memory(worker_model(llm))
+    if level == 2 and kept:
+        lose(weights)
+        if llm.llm_engine.vllm_config.lora_config is not None:
+            lose_adapter_memory(worker_model(llm))
     llm.collective_rpc("wake_up")
+    if level == 2 and not kept:
+        lose(weights)
     if level == 2:
         try:
             sync.to()
@@ -206,6 +209,13 @@ def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
             # The next attempt rebuilds them from the bucket.
             assert sync.status()["served"] is None
     return said
+
+
+def lose(weights: list[torch.Tensor]) -> None:
+    """Overwrite weights."""
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
 
 
 def expect_followed(seen: dict[str, Any], options: dict[str, Any]) -> None:
