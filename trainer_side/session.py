@@ -440,7 +440,7 @@ class PublishSession:
         with ExitStack() as undo:
             undo.callback(self._background.call, pending.revert)
             if weights is None:
-                pending.add_all(self._live.read(), self._live.lasting)
+                pending.add_all(self._live.read(), self._live.lasts)
             else:
                 pending.add_all(self._live.convert(weights))
             self._committer.baseline.check_kept(pending.touched, self._live.excluded)

@@ -13,7 +13,7 @@ import torch
 
 from tests.support import publishing
 from trainer_side import Publisher
-from trainer_side.diff.buffers import DeviceBuffer
+from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer
 from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket
@@ -171,6 +171,14 @@ def assert_stopped(publisher: Publisher, match: str) -> None:
         with pytest.raises(ConflictError, match=match):
             call()
     publisher.close()
+
+
+def as_if_on_a_device(held: BaselineBuffer, *_: object) -> BaselineBuffer:
+    """What ``move_buffer`` returns of a baseline on a device: host memory of its own stands for that of the device."""
+    bits = held.read()
+    if isinstance(held, DeviceBuffer):
+        return held
+    return DeviceBuffer(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()))
 
 
 def flip(publisher: Publisher, tensor: str | int, element: int = 5) -> None:

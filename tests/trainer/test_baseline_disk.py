@@ -13,6 +13,7 @@ from tests.support.publishers import (
     FailAt,
     Hooked,
     Trainer,
+    as_if_on_a_device,
     assert_history,
     assert_holds,
     expect_failure,
@@ -22,7 +23,7 @@ from tests.support.publishers import (
 from tests.support.written import save_base
 from trainer_side import Gate, Publisher
 from trainer_side.diff import baseline as baselines
-from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer
+from trainer_side.diff.buffers import DeviceBuffer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -44,14 +45,6 @@ def places(publisher: Publisher) -> set[str]:
 
 @pytest.fixture(params=["disk", "device"])
 def location(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Host memory of its own stands for that of a device."""
-
-    def as_if_on_a_device(held: BaselineBuffer, *_: object) -> BaselineBuffer:
-        bits = held.read()
-        if isinstance(held, DeviceBuffer):
-            return held
-        return DeviceBuffer(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()))
-
     if request.param == "device":
         monkeypatch.setattr(baselines, "move_buffer", as_if_on_a_device)
     return request.param

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +15,20 @@ import pytest
 import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, expect_failure, publish
+from tests.support.adapters import adapted, randomize
+from tests.support.publishers import (
+    FailAt,
+    Hooked,
+    Trainer,
+    as_if_on_a_device,
+    assert_history,
+    expect_failure,
+    publish,
+)
 from tests.support.simulated_queue import SimulatedQueue
+from tests.support.tiny import make_model
 from trainer_side import Budget, Gate, Publisher
+from trainer_side.diff import baseline as baselines
 from trainer_side.diff import compare_torch, memory_limits
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineLocation
@@ -25,6 +37,7 @@ from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.memory import publisher_memory
+from trainer_side.model import lora
 from trainer_side.model.live_tensors import CheckpointTensor
 from trainer_side.model.sources import live_tensors
 from trainer_side.options import PublisherOptions
@@ -120,6 +133,31 @@ def test_each_device_that_compares_is_counted(devices: int) -> None:
         comparer.prepare("BF16", torch.bfloat16, on_device=False)
         taken += queue.used
     assert taken <= said.largest.device - said.at_rest.device
+
+
+def test_a_device_keeps_no_merged_copy_of_a_model(bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights with adapters are merged one at a time, and each is free once it was compared."""
+    monkeypatch.setattr(baselines, "move_buffer", as_if_on_a_device)
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    merge, finish, alive = lora._merge, DeviceComparer.finish, []
+
+    def merged(*arguments: Any) -> torch.Tensor:
+        found = merge(*arguments)
+        made.append(weakref.ref(found.untyped_storage()))
+        return found
+
+    def finished(comparer: DeviceComparer) -> Any:
+        alive.append(sum(storage() is not None for storage in made))
+        return finish(comparer)
+
+    model = adapted(make_model("qwen3"))
+    with Publisher(model, bucket, baseline="device") as publisher:
+        monkeypatch.setattr(lora, "_merge", merged)
+        monkeypatch.setattr(DeviceComparer, "finish", finished)
+        randomize(model, 1)
+        publisher.publish(step=1, wait=True)
+    assert len(made) > 4
+    assert max(alive) <= 1
 
 
 @pytest.fixture

@@ -180,17 +180,20 @@ class PendingDelta:
         """Whether the baseline may hold changes that are neither durable nor reverted."""
         return not self._closed
 
-    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]], lasting: bool = False) -> None:
+    def add_all(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], lasts: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> None:
         """Compare (live name, tensor) pairs, one after another; after an error the caller must ``revert``.
 
         Args:
-            lasting: tensors stay valid after the next one is requested: small ones are compared many at a time.
+            lasts: whether a tensor stays valid after the next one is requested, and takes no memory meanwhile: many
+                are then compared at a time.
         """
         owners: dict[int, str] = {}
         batch = SmallTensors()
         for name, tensor, live in self._baseline.match(tensors):
             tied = owners.setdefault(tensor, name) != name
-            small = None
+            small, lasting = None, lasts(live)
             if lasting and not tied:
                 buffer = self._baseline.buffer_on(tensor, live.device)
                 small = SmallTensor.of(self._baseline.table[tensor], buffer, live)
@@ -238,7 +241,7 @@ class PendingDelta:
         """Compare one tensor and update the baseline to it. On a device this only begins it; see ``add_all``.
 
         Args:
-            tensor: id. live: of its shape, on any device. lasting: as for ``add_all``.
+            tensor: id. live: of its shape, on any device. lasting: as ``lasts`` of ``add_all``.
         """
         self.compared.add(tensor)
         spec = self._baseline.table[tensor]

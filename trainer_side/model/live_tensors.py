@@ -43,8 +43,8 @@ class LiveTensors(ABC):
     aliases: dict[str, str]
     has_values = True
     """Whether ``read`` yields the values; otherwise they come with each version only, through ``convert``."""
-    lasting = False
-    """Whether a tensor that ``read`` yields stays valid when the next one is requested."""
+    storages: Collection[int] = ()
+    """Of the model's own tensors, while ``read`` yields: keeping a view of them takes no memory."""
     excluded: Collection[str] = ()
     """Names in ``tensors`` that are not published. What a run has under such a name must keep its bits."""
     unused: Collection[str] = ()
@@ -54,6 +54,10 @@ class LiveTensors(ABC):
         """Yield (checkpoint name, detached tensor) from the ``weights=`` of a publish, one at a time."""
         for name, value in pairs(weights):
             yield name, check_readable(name, value)
+
+    def lasts(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that ``read`` has just yielded is the model's: it stays valid after the next one."""
+        return tensor.untyped_storage()._cdata in self.storages
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,6 +118,11 @@ def check_name(name: str) -> None:
     """Raise ModelError unless ``name`` is valid as the name of a tensor in a delta."""
     if not name or name.startswith("@"):
         raise ModelError(f"tensor name {name!r} cannot be published: it is empty or starts with '@'")
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the identities of the storages of some tensors; valid while they live."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...] | None:

@@ -23,6 +23,7 @@ from trainer_side.model.live_tensors import (
     check_name,
     check_readable,
     storage_key,
+    storages_of,
 )
 from trainer_side.model.lora import LoraLayers, has_adapters
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
@@ -288,8 +289,6 @@ class ModuleTensors(LiveTensors):
     Of a PEFT model those of its base, with the active LoRA adapters merged; see ``LoraLayers``.
     """
 
-    lasting = True
-
     def __init__(self, model: nn.Module, selection: Selection | None = None) -> None:
         self._form = ModuleForm(model, selection, merges_adapters=True)
         self.tensors, self.aliases, self.excluded = self._form.tensors, self._form.aliases, self._form.excluded
@@ -299,6 +298,7 @@ class ModuleTensors(LiveTensors):
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         held, lora = self._form.state()
         state: Mapping[str, torch.Tensor] = {name: _held_whole(name, tensor) for name, tensor in held.items()}
+        self.storages = storages_of(state.values())
         if lora is not None:
             state = lora.merged(state)
         for name, route in self._form.routes.items():

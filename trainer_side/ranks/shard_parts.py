@@ -5,14 +5,14 @@ its share of the checkpoint tensor is again a few boxes, each strided in the ran
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import ClassVar
 
 import torch
 from torch import distributed, nn
 
 from trainer_side.model.conversion_trace import View
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, changed, check_readable
+from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, changed, check_readable, storages_of
 from trainer_side.model.module import ModuleForm, Selection
 from trainer_side.ranks.group import Json, in_world
 from vllm_delta_sync.errors import ModelError
@@ -208,7 +208,6 @@ class RankParts(LiveTensors):
 class ModuleParts(RankParts):
     """The parts of a module. Constructing it does not communicate; do so on every rank, at one point of the program."""
 
-    lasting = True
     remedy = (
         "make the same model on every rank, and shard each parameter in the same way, over a mesh that rank 0 is in; "
         "or publish from one rank through a function that yields (checkpoint name, whole tensor)"
@@ -260,6 +259,8 @@ class ModuleParts(RankParts):
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state, _ = self._form.state()
         owned = {name: _owned_pieces(name, state[name], source) for name, source in self._owned.items()}
+        whole = (tensor for tensor in state.values() if not is_sharded(tensor))
+        self.storages = storages_of(chain(whole, *owned.values()))
         for name, part in self.parts.items():
             if name in self.unused:
                 continue
