@@ -28,7 +28,9 @@ declare -A option=([versions]=120 [max-staleness]=4 [ahead]=1 [mbit]=100 [round-
 while (($#)); do
   [[ $1 != --help && $1 != -h ]] || { sed -n '2,/^set /s/^# \?//p' "$0"; exit 0; }
   [[ $1 == --* && -v option[${1#--}] ]] || fail "unknown option $1; see --help" 2
-  [[ ($1 =~ ^--(network|out)$ && ${2:-}) || ${2:-} =~ ^[0-9]+(\.[0-9]+)?$ ]] || fail "$1 is '${2:-}'; see --help" 2
+  number='^[0-9]+$'
+  [[ $1 != --mbit && $1 != --round-trip-ms ]] || number='^[0-9]+(\.[0-9]+)?$'
+  [[ ($1 =~ ^--(network|out)$ && ${2:-}) || ${2:-} =~ $number ]] || fail "$1 is '${2:-}'; see --help" 2
   option[${1#--}]=$2
   shift 2
 done

@@ -461,6 +461,16 @@ except OSError as error:
 """
 
 
+@pytest.mark.parametrize("words", [["--versions", "1.5"], ["--mbit", "fast"], ["--seed"], ["--steps", "1"]])
+def test_wrong_arguments_start_nothing(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run(run_sh("--out", str(out), *words), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("three machines: ")
+    assert words[0] in done.stderr
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("network", ["auto", pytest.param("loopback", marks=pytest.mark.slow)])
 def test_a_machine_has_one_way_out_and_an_interrupt_leaves_nothing(tmp_path: Path, network: str) -> None:
     out = tmp_path / "out"
