@@ -80,15 +80,17 @@ def _columns(name: str, weight: torch.Tensor, rank: int, size: int) -> Part:
 
 
 def _query_key_value(config: Any, attention: str, weight: torch.Tensor, rank: int) -> Iterator[Part]:
-    """Megatron stores each query group's queries, key and value one after another."""
+    """Megatron stores each query group's queries, key and value one after another; a rank may hold part of a group."""
     groups, head = config.num_query_groups, config.kv_channels
     queries = config.num_attention_heads // groups * head
-    local = weight.view(-1, queries + 2 * head, weight.shape[1])
-    for number, group in enumerate(local.unbind()):
-        at = rank * local.shape[0] + number
-        for kind, own in zip("qkv", group.split((queries, head, head)), strict=True):
-            whole = (groups * own.shape[0], own.shape[1])
-            yield Part(f"{attention}.{kind}_proj.weight", whole, (at * own.shape[0], 0), own)
+    first, start = rank * weight.shape[0], 0
+    for group in range(groups):
+        for kind, rows in (("q", queries), ("k", head), ("v", head)):
+            own = weight[max(0, start - first) : max(0, start + rows - first)]
+            if own.shape[0]:
+                at = group * rows + max(0, first - start)
+                yield Part(f"{attention}.{kind}_proj.weight", (groups * rows, weight.shape[1]), (at, 0), own)
+            start += rows
 
 
 def _feed_forward(mlp: str, name: str, weight: torch.Tensor, rank: int, size: int) -> Iterator[Part]:

@@ -64,7 +64,7 @@ def load(model: Any, whole: Any) -> None:
     def attention(layer: str) -> torch.Tensor:
         each = [held[f"{layer}.self_attn.{kind}_proj.weight"] for kind in "qkv"]
         fused = torch.cat([weight.view(groups, -1, weight.shape[1]) for weight in each], 1)
-        return rows(fused).reshape(-1, fused.shape[2])
+        return rows(fused.reshape(-1, fused.shape[2]))
 
     def own(name: str) -> torch.Tensor:
         if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -137,8 +137,13 @@ def publish_megatron(rank: int, size: int, folder: str, family: str, layout: lis
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3", [2, 2, 1]), ("qwen3_moe", [1, 2, 2]), pytest.param("qwen3_moe", [2, 2, 1], marks=pytest.mark.slow)],
-    ids=["TP2-PP2", "PP2-EP2", "TP2-PP2-experts"],
+    [
+        ("qwen3", [2, 2, 1]),
+        ("qwen3", [4, 1, 1]),
+        ("qwen3_moe", [1, 2, 2]),
+        pytest.param("qwen3_moe", [2, 2, 1], marks=pytest.mark.slow),
+    ],
+    ids=["TP2-PP2", "TP4-of-2-groups", "PP2-EP2", "TP2-PP2-experts"],
 )
 def test_ranks_of_megatron_publish_as_one(family: str, layout: list[int], nursery: Nursery, tmp_path: Path) -> None:
     save_checkpoint(make_model(family, **SIZES), tmp_path / "base")
