@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import azure_store, google_store, hub_store, s3_store
-from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ class Kind:
 
     def __call__(self, folder: Path) -> AbstractContextManager[Store]:
         return self.opened(folder)
-
-
-def patient(url: str) -> Bucket:
-    """A bucket whose calls have minutes: a busy machine may need them."""
-    return open_bucket(url, StoreOptions(store_deadline=300))
 
 
 _servers = ExitStack()

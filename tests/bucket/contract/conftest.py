@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stores import STORES, Kind, Store, patient
+from tests.bucket.contract.crowd import patient
+from tests.support.stores import STORES, Kind, Store
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 

@@ -1,7 +1,7 @@
 """Processes that work on one bucket at the same time, for the contract suite.
 
-Run as ``python -m tests.bucket.contract.crowd MODE URL …``. Racers are forked from an interpreter that has loaded
-little, so that sixteen of them start together.
+Run as ``python -m tests.bucket.contract.crowd MODE URL …``. It loads little: tests start it some thirty times. Racers
+are forked from one, so that sixteen of them start together.
 """
 
 import json
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.stores import patient
+from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.errors import ConflictError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,6 +20,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     """Start this module in another interpreter, its output piped."""
     command = [sys.executable, "-m", "tests.bucket.contract.crowd", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def patient(url: str) -> Bucket:
+    """A bucket whose calls have minutes: a busy machine may need them."""
+    return open_bucket(url, StoreOptions(store_deadline=300))
 
 
 def content(number: int, size: int) -> bytes:

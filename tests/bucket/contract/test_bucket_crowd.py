@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.bucket.contract import crowd
-from tests.support.stores import ACROSS_PROCESSES, STORES, Kind, patient
+from tests.bucket.contract.crowd import patient
+from tests.support.stores import ACROSS_PROCESSES, STORES, Kind
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 

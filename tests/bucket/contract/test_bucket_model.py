@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.bucket.contract.conftest import reachable
-from tests.support.stores import STORES, patient
+from tests.bucket.contract.crowd import patient
+from tests.support.stores import STORES
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 
 KEYS = st.sampled_from(["a/x", "a/y", "a-x", "a.x", "b/x/deep", "b/x/deeper", "HEAD.json", "b-x"])
