@@ -124,8 +124,8 @@ def test_a_frame_that_lies(frame: str, kind: str, reader: Reader, written: Writt
 
 
 TABLES = {
-    "ratio bomb": zstandard.ZstdCompressor(level=19).compress(bytes(2**28)),
-    "a hundred megabytes": zstandard.ZstdCompressor(level=19).compress(bytes(10**8)),
+    "ratio bomb": zstandard.ZstdCompressor().compress(bytes(2**28)),
+    "a hundred megabytes": zstandard.ZstdCompressor().compress(bytes(10**8)),
     "one byte": zstandard.ZstdCompressor().compress(b"\0"),
     "none": EMPTY,
     "frames of nothing": EMPTY * 1000,
