@@ -1,5 +1,6 @@
 """Blocks of kind tiles: what is encoded comes back bit for bit, and as docs/FORMAT.md reads it, in few bytes."""
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -311,6 +312,19 @@ def test_a_tensor_in_pieces_is_the_block_of_the_whole(data: st.DataObject, dtype
     streams = np.concatenate(list(large.streams()))
     assert streams.tobytes() == blocks.arrays["@0.streams"][1].tobytes()
     assert large.tables(how).tobytes() == blocks.arrays["@0.tables"][1].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(2**20,), (2**16, 16), (2**12, 256)])
+def test_a_tensor_in_pieces_takes_the_memory_of_a_few(shape: tuple[int, ...]) -> None:
+    """Also one that is a single row of tiles, such as experts in blocks of 4 bits."""
+    spec, ones = TensorSpec("t", "U8", shape), np.ones(coder.PIECE_CHANGES, np.uint8)
+    large = LargeTensor(spec, lambda: ((np.arange(at, at + ones.size), ones) for at in range(0, spec.numel, ones.size)))
+    tracemalloc.start()
+    try:
+        assert sum(piece.size for piece in large.streams()) >= spec.numel // 8
+        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 # Old bits

@@ -176,8 +176,9 @@ class LargeTensor:
         return _tables(np.zeros(CLASSES, np.uint8), self._lengths, sizes, np.ones(sizes.size, np.bool_), compression)
 
     def _gaps(self) -> Iterator[_Gaps]:
-        """Yield the gaps of some bands after the other: all of a piece but for its last band, which may go on."""
-        starts, element = self._grid.row_edges * self._grid.columns, self._spec.element
+        """Yield the gaps of a piece's bands but for the last, which may go on; of a tensor of one row, of its tiles."""
+        grid, element = self._grid, self._spec.element
+        starts = grid.column_edges if grid.is_row else grid.row_edges * grid.columns
         positions, distances = np.empty(0, np.int64), np.empty(0, element.uint)
         done = 0
         for piece in self._pieces():
@@ -185,18 +186,21 @@ class LargeTensor:
                 part = slice(start, start + PIECE_CHANGES)
                 positions = np.concatenate([positions, piece[0][part]])
                 distances = np.concatenate([distances, piece[1][part]])
-                band = int(np.searchsorted(starts, positions[-1], "right")) - 1
-                if band > done:
-                    cut = int(np.searchsorted(positions, starts[band]))
-                    yield self._of_bands(Span(done, band), positions[:cut], distances[:cut])
-                    positions, distances, done = positions[cut:], distances[cut:], band
-        yield self._of_bands(Span(done, self._grid.bands), positions, distances)
+                last = int(np.searchsorted(starts, positions[-1], "right")) - 1
+                if last > done:
+                    cut = int(np.searchsorted(positions, starts[last]))
+                    yield self._gaps_of(Span(done, last), positions[:cut], distances[:cut])
+                    positions, distances, done = positions[cut:], distances[cut:], last
+        yield self._gaps_of(Span(done, starts.size - 1), positions, distances)
 
-    def _of_bands(self, span: Span, positions: Positions, distances: Bits) -> _Gaps:
-        element = self._spec.element
-        found = _Gaps.of(positions.size, (span.last - span.first) * self._grid.across, element)
+    def _gaps_of(self, span: Span, positions: Positions, distances: Bits) -> _Gaps:
+        """Return the gaps of some bands, or of some tiles of a tensor of one row."""
+        grid, element = self._grid, self._spec.element
+        if grid.is_row:
+            grid, span = Grid(grid.row_edges, grid.column_edges[span.first : span.last + 1]), Span(0, 1)
+        found = _Gaps.of(positions.size, (span.last - span.first) * grid.across, element)
         _find_gaps_of(
-            np.empty(0, element.uint), self._grid, span, np.zeros(CLASSES, element.uint),
+            np.empty(0, element.uint), grid, span, np.zeros(CLASSES, element.uint),
             np.ones(found.sizes.size, np.bool_), positions, distances, element, found,
         )  # fmt: skip
         return found

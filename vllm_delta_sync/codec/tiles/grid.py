@@ -81,6 +81,11 @@ class Grid:
     def columns(self) -> int:
         return int(self.column_edges[-1])
 
+    @property
+    def is_row(self) -> bool:
+        """Whether the matrix has one row, in whose order the tiles lie."""
+        return int(self.row_edges[-1]) == 1
+
     def spans(self) -> list[Span]:
         """Return the parts that threads code side by side: one per thread, or fewer of a small tensor."""
         parts = max(1, min(self.bands, threads_for(int(self.row_edges[-1]) * self.columns, THREAD_ELEMENTS)))
