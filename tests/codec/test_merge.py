@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.merging import merged
-from tests.support.samples import changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
+from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_kernels
-from vllm_delta_sync.codec.merge import warm_up
+from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import RollingBase, apply_row, merge, warm_up
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 DTYPE_NAMES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I32", "I8", "U16", "BOOL"]
@@ -217,6 +219,27 @@ def test_nothing_and_one_part() -> None:
         part.fingerprints = dict(sorted(part.fingerprints.items()))
         assert_same([merged([part], table)], [part])
         assert_same([merged([Changes(), part, Changes()], table)], [part])
+
+
+def test_old_bits_after_hundreds_of_steps_that_did_not_need_them() -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
+    versions = [np.random.default_rng(1).normal(size=65_536).astype("<f4").view("<u2")[1::2].copy()]
+    for step in range(600):
+        versions.append(versions[-1].copy())
+        versions[-1][step] += 1
+    small = (versions[-1] & 0x7FFF) < 0x3E00
+    versions.append(np.where(small, versions[-1] + np.uint16(1), versions[-1]))
+    base = RollingBase(lambda tensor: BaseTensor(versions[0]))
+    steps = []
+    for old, new in pairwise(versions):
+        part = changes_between(table, [old], [new])
+        data = encode(part, table, "tiled", "zstd", CONTEXT, lambda tensor: BaseTensor(old))  # noqa: B023
+        steps.append([DeltaReader(data, table, CONTEXT, base)])
+    bits = versions[0].copy()
+    for piece in merge(steps, table, base):
+        assert isinstance(piece, Sparse)
+        apply_row(bits, piece, 0)
+    assert np.array_equal(bits, versions[-1])
 
 
 COMPILED_AHEAD = """

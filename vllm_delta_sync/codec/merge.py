@@ -169,18 +169,21 @@ class RollingBase:
         self._pending: dict[int, list[tuple[Sparse, int]]] = defaultdict(list)
 
     def __call__(self, tensor: int) -> BaseTensor:
-        found, rows = self._tensors.get(tensor) or self._old(tensor), self._pending.pop(tensor, [])
-        if not rows:
+        found = self._tensors.get(tensor) or self._old(tensor)
+        if tensor not in self._pending:
             return found
+        self._tensors[tensor] = found
+        return BaseTensor(lambda: self._moved(tensor), found.rectangles)
 
-        def moved() -> Bits:
+    def _moved(self, tensor: int) -> Bits:
+        """Return a tensor's bits after the changes so far: few of a thousand steps may ask for them."""
+        found, rows = self._tensors[tensor], self._pending.pop(tensor, [])
+        if rows:
             bits = np.array(found.bits)
             for group, row in rows:
                 apply_row(bits, group, row)
-            return bits
-
-        self._tensors[tensor] = BaseTensor(moved, found.rectangles)
-        return self._tensors[tensor]
+            self._tensors[tensor] = BaseTensor(bits, found.rectangles)
+        return self._tensors[tensor].bits
 
     def apply(self, group: Sparse, wanted: npt.NDArray[np.bool_]) -> None:
         """Apply a group to the tensors of the mask ``wanted``, (tensors of the table,) bool."""
