@@ -1,5 +1,7 @@
 """The entropy stage: what is declared is checked before anything is allocated."""
 
+import time
+
 import numpy as np
 import pytest
 import zstandard
@@ -36,6 +38,14 @@ def test_a_bomb_that_keeps_its_word_is_bounded_by_the_expected_size() -> None:
     with pytest.raises(FormatError, match="declares 1048576 bytes, 16 expected"):
         decompress(bomb, 16, "zstd", "plane")
     assert not decompress(bomb, 1 << 20, "zstd", "plane").any()
+
+
+def test_a_million_empty_blocks_take_no_time() -> None:
+    last = (5 << 3 | 1).to_bytes(3, "little") + b"plane"
+    frame = plane(declaring(5, bytes(3_000_000) + last))
+    began = time.process_time()
+    assert bytes(decompress(frame, 5, "zstd", "plane")) == b"plane"
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("case", FRAMES)

@@ -69,7 +69,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
         expected: required number, if known.
 
     Raises:
-        FormatError: not one whole zstd frame that declares the expected size. LimitError: see ``decompress``.
+        FormatError: it does not begin as a zstd frame that declares the expected size. LimitError: see ``decompress``.
     """
     if compression == "none":
         if expected not in (None, data.size):
@@ -78,7 +78,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
     if bytes(data[:4]) != _MAGIC:
         raise FormatError(f"{what} is not a zstd frame: it begins with {bytes(data[:4]).hex()}")
     try:
-        frame, start = zstandard.get_frame_parameters(data.data), zstandard.frame_header_size(data.data)
+        frame = zstandard.get_frame_parameters(data.data)
     except zstandard.ZstdError as error:
         raise FormatError(f"{what} is not a zstd frame: {error}") from error
     size: int = frame.content_size
@@ -90,24 +90,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
     check_limit(f"{what}: declared size", size, data.size * limits.MAX_ZSTD_RATIO, "MAX_ZSTD_RATIO")
     if size == 0:
         _check_empty(data, what)
-        return 0
-    # A stream reader does not report bytes after its frame.
-    end = _frame_end(data, start)
-    if end < 0 or end + (4 if frame.has_checksum else 0) != data.size:
-        raise FormatError(f"{what} is not one whole zstd frame")
     return size
-
-
-def _frame_end(data: np.ndarray, start: int) -> int:
-    """Return the end of a zstd frame's blocks, which begin at ``start``; -1 if it is beyond ``data``."""
-    place = start
-    while place + 3 <= data.size:
-        # Header of a block: last one (1 bit), type (2 bits; 1 is one repeated byte), size.
-        header = int.from_bytes(data[place : place + 3].tobytes(), "little")
-        place += 3 + (1 if header >> 1 & 3 == 1 else header >> 3)
-        if header & 1:
-            return place if place <= data.size else -1
-    return -1
 
 
 def _check_empty(data: np.ndarray, what: str) -> None:
