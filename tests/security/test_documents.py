@@ -212,6 +212,13 @@ def test_amounts_in_a_manifest(named: str, reader: Reader, written: Written) -> 
     assert named in reader.refused("head", written.folder, kind="format")
 
 
+def test_wrong_fingerprints_of_an_anchor_are_one_error(reader: Reader, written: Written, tmp_path: Path) -> None:
+    written.writer.beside(4, tmp_path)
+    edit(written.folder, side.anchor_key(4), lambda fields: fields.update(AMOUNTS["tensor_fingerprints"]))
+    assert "tensor_fingerprints" in reader.refused("anchor", written.folder, 4, kind="format")
+    untouched(reader, written)
+
+
 def make_huge(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.touch()

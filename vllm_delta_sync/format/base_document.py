@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -142,6 +143,10 @@ def reject_bad_fingerprint(value: object) -> object:
         if bad is not None:
             raise ValueError(f"the fingerprint of tensor {bad[:80]!r} is not 32 hex digits")
     return value
+
+
+TensorFingerprints = Annotated[dict[str, Hex32], BeforeValidator(reject_bad_fingerprint)]
+"""Tensor name → fingerprint."""
 
 
 def _first_problem(error: ValidationError) -> str:

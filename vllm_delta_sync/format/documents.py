@@ -19,6 +19,7 @@ from vllm_delta_sync.format.base_document import (
     DocumentPart,
     FileName,
     Hex32,
+    TensorFingerprints,
     Timestamp,
     Version,
     timestamp,
@@ -141,7 +142,7 @@ class Anchor(DatedDocument):
     objects: Objects
     payload_bytes: Count
     fingerprint: Hex32
-    tensor_fingerprints: dict[str, Hex32]
+    tensor_fingerprints: TensorFingerprints
 
     @classmethod
     def of(cls, manifest: Manifest, tensor_fingerprints: dict[str, str], objects: list[ObjectRef]) -> Self:

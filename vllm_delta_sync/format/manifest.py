@@ -3,11 +3,7 @@
 import re
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import (
@@ -18,9 +14,9 @@ from vllm_delta_sync.format.base_document import (
     DocumentPart,
     FileName,
     Hex32,
+    TensorFingerprints,
     Timestamp,
     Version,
-    reject_bad_fingerprint,
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
@@ -248,7 +244,7 @@ class Manifest(DatedDocument):
     payload_bytes: Count
     full_bytes: Count
     fingerprint: Hex32
-    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(reject_bad_fingerprint)] = None
+    tensor_fingerprints: TensorFingerprints | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
