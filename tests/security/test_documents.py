@@ -177,6 +177,17 @@ def test_numbers_in_folded_ranges_and_anchors(reader: Reader, written: Written, 
         (written.folder / side.anchor_key(4)).unlink()
 
 
+def test_a_record_of_ten_billion_removed_versions(reader: Reader, written: Written) -> None:
+    """The record is not signed, so trusted keys do not keep it out."""
+    document = {"format_version": 2, "run": RUN, "created_at": CREATED, "head": 4, "kept": [[0, 4]]}
+    written.bucket.put(side.RETENTION_KEY, dump_canonical({**document, "gone": [[5, FAR]]}))
+    untouched(reader, written)
+    (written.folder / written.object_of(2)).unlink()
+    written.writer.merge(0, 4)
+    assert reader.reads("cli", "repair", "--bucket", str(written.folder))[0] == 0
+    assert reader.reads("findings", written.folder) == []
+
+
 # Amounts
 
 

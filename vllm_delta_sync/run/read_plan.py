@@ -187,6 +187,7 @@ class ReadPlanner:
         self._top: Manifest | None = None
         # Prefixes of the versions with which the merged deltas that were listed begin.
         self._listed: set[str] = set()
+        self._gone: list[list[int]] = []
         self._has_retention = self._has_anchors = self._is_wide = False
 
     def add_manifests(self, *manifests: Manifest) -> None:
@@ -303,6 +304,7 @@ class ReadPlanner:
             key = version_key(number)
             if key not in self._absent:
                 self._graph.put(Edge(key, ROOT, number) if base is None else _unread(key, base, number))
+        self._drop_collected()
 
     def _widen(self) -> bool:
         """Put all merged deltas and newer versions into the graph, since one may lead back.
@@ -339,7 +341,7 @@ class ReadPlanner:
             reads.append(lambda: self._put_merged(prefix))
         if not self._has_retention:
             self._has_retention = True
-            reads.append(self._drop_collected)
+            reads.append(self._read_retention)
         if from_root and not self._has_anchors:
             self._has_anchors = True
             reads.append(self._put_anchors)
@@ -356,10 +358,16 @@ class ReadPlanner:
         for version in self._run.anchors():
             self._graph.put(Edge(anchor_key(version), ROOT, version, self._run.table.full_bytes))
 
-    def _drop_collected(self) -> None:
+    def _read_retention(self) -> None:
         record = self._run.retention()
-        for first, last in [] if record is None else record.gone:
-            for version in range(first, last + 1):
+        self._gone = [] if record is None else record.gone
+        self._drop_collected()
+
+    def _drop_collected(self) -> None:
+        # Only what the graph covers: the record is not signed, and may name ten billion versions.
+        covered = -1 if self._top is None else self._top.version
+        for first, last in self._gone:
+            for version in range(first, min(last, covered) + 1):
                 self._drop(version_key(version), "is no longer kept")
 
     def _drop(self, key: str, why: str | DataError) -> None:
@@ -459,6 +467,7 @@ class ReadPlanner:
         upper = self.manifest(max(start, target))
         fits = upper.base_version == lower.version == upper.version - 1 and upper.parent == lower.digest
         fits &= upper.epoch >= lower.epoch and (target > start or upper.reversible)
+        fits &= not any(first <= upper.version <= last for first, last in self._gone)
         if not fits or version_key(upper.version) in {*self._avoid, *self._absent}:
             return None
         return [Step(self._run, upper, backwards=target < start)]

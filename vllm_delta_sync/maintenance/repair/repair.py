@@ -153,7 +153,7 @@ def _round(
     gone = [number for number in lost if number not in report.unreadable and number <= report.head]
     if gone:
         with suppress(ConflictError):  # a collection is running; the next call does it
-            done.append(_record_gone(run, gone))
+            done.append(_record_gone(run, gone, report.versions))
     for key in wanted:
         try:
             line = _write_again(run, key, base, report)
@@ -186,8 +186,11 @@ def _write_again(run: RunReader, key: str, base: str | Path | None, report: Veri
     return f"{key}: rebuilt from the history"
 
 
-def _record_gone(run: RunReader, versions: list[int]) -> str:
+def _record_gone(run: RunReader, versions: list[int], end: int) -> str:
     """Record that the own objects of versions are gone, to which other documents lead, so that nothing looks for them.
+
+    Args:
+        end: of the versions that there are; an earlier record may name any.
 
     Raises:
         ConflictError: a collection is running. StoreError: the store failed.
@@ -196,7 +199,7 @@ def _record_gone(run: RunReader, versions: list[int]) -> str:
     try:
         lock.acquire()
         record = run.retention() or empty_record(run)
-        gone = [number for first, last in record.gone for number in range(first, last + 1)]
+        gone = [number for first, last in record.gone for number in range(first, min(last + 1, end))]
         written = Retention(
             run=record.run,
             gone=ranges([*gone, *versions]),
