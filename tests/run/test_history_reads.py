@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,6 +264,16 @@ def test_a_long_signed_run_is_read_once(tmp_path: Path) -> None:
         document, failure = log_document(slow.run, None)
     assert (failure, len(document["versions"])) == (None, 31)
     assert without_probe(slow.reads, 30) == once(range(31))
+
+
+def test_a_full_cache_makes_room_without_going_through_all_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "KEPT_BYTES", 20_000)
+    cache, began = prefetch._ManifestCache(), time.process_time()
+    for version in range(40_000):
+        assert cache.get(version_key(version), lambda: b"x") == b"x"
+    assert time.process_time() - began < 5
+    assert cache.get(version_key(20_000), lambda: b"again") == b"x"
+    assert cache.get(version_key(19_999), lambda: b"again") == b"again"
 
 
 def test_nothing_is_kept_that_could_not_be_read(folder: Path) -> None:

@@ -147,9 +147,7 @@ class _ManifestCache:
     def _make_room(self, added: int) -> None:
         with self._lock:
             self._bytes += added
-            for key, future in list(self._documents.items()) if self._bytes > KEPT_BYTES else ():
-                if self._bytes <= KEPT_BYTES:
-                    break
-                if future.done():
-                    del self._documents[key]
-                    self._bytes -= len(future.result())
+            while self._bytes > KEPT_BYTES:
+                # Mostly the first: only what is being fetched now is passed over.
+                oldest = next(key for key, future in self._documents.items() if future.done())
+                self._bytes -= len(self._documents.pop(oldest).result())
