@@ -66,17 +66,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(NOWHERE)
 
 
+def shared_by(item: pytest.Item) -> str:
+    """What a test needs of a process that takes long to start: one that servers are forked from, or one for ranks."""
+    if item.get_closest_marker("e2e") is not None:
+        return "engines"
+    return "ranks" if item.nodeid.startswith("tests/trainer") and "nursery" in getattr(item, "fixturenames", ()) else ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that start engines come first: they are the longest, and the others fill the gaps beside them."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    """Tests that start engines come first, then those of several ranks: the longest, and others fill the gaps beside
+    them."""
+    items.sort(key=lambda item: ("engines", "ranks", "").index(shared_by(item)))
     if not getattr(config.option, "loadgroup", False):
         return
-    # In `make test` one worker runs all tests that start engines: each such worker has to import vLLM first.
+    # In `make test` one worker runs all tests that start engines, and one all that fork ranks: each such worker has to
+    # import vLLM or trainers first.
     together = config.option.markexpr == "not slow"
     for item in items:
         marker = item.get_closest_marker("xdist_group")
         own = str(marker.args[0]) if marker is not None else ""
-        group = "engines" if together and item.get_closest_marker("e2e") else own
+        group = (shared_by(item) if together else "") or own
         if group and not item.nodeid.endswith(f"@{group}"):
             # pytest-xdist 3.8 writes a group where pytest 9.2 does not read it. To go when xdist sets ``_id`` itself.
             identity: Any = item

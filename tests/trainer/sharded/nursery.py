@@ -154,8 +154,9 @@ def _main(folder: Path) -> None:
     from vllm_delta_sync import open_run
 
     torch.set_num_threads(1)
-    # Loads what every rank needs; this is what torch loads when something is sharded first.
-    for name in ("torch._dynamo", "trainer_side.ranks.coordinator"):
+    # Loads what ranks need, some of them; the first is what torch loads when something is sharded first.
+    libraries = ("torch._dynamo", "transformers.trainer", "megatron.core.models.gpt.gpt_model")
+    for name in (*libraries, "trainer_side.ranks.coordinator"):
         importlib.import_module(name)
     warm = [(name, tensor.detach()) for name, tensor in models.built("mixed").state_dict().items()]
     with Publisher(warm, str(folder / "warm")) as publisher:
