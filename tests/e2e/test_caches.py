@@ -1,6 +1,8 @@
 """No answer comes from what older weights have computed: images, and keys and values that a KV connector keeps."""
 
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tests.e2e.servers import delta_sync_serve, serving
 from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline"), pytest.mark.slow]
+COMMITS, DOCUMENTS = 8, 64
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,33 @@ def test_a_server_answers_an_image_from_the_version_served(setting: str, images:
                 assert [span["version"] for span in answer["delta_sync"]["spans"]] == [version]
                 assert choice["token_ids"] == seen["fresh"][version]["tokens"]
                 assert [each["logprob"] for each in choice["logprobs"]["content"]] == seen["fresh"][version]["logprobs"]
+
+
+def test_commits_between_a_query_and_its_documents_end_nothing(images: tuple[Path, dict[str, Any]]) -> None:
+    """With what the model made of images, vLLM would drop what it made of the query, and could not go on."""
+    root, _ = images
+    flags = ["--policy", "manual", "--runner", "pooling", "--pooler-config", '{"task": "token_embed"}']
+    command = delta_sync_serve(root / "v0", "--bucket", str(root / "run"), *flags)
+    body = {"model": "tiny", "text_1": "the quick", "text_2": ["lazy dog jumps over the fox " * 20] * DOCUMENTS}
+    environment = {"DELTA_SYNC_STATE_DIR": str(root / "state-scores")}
+    stop = threading.Event()
+
+    def score() -> set[int]:
+        codes = set()
+        while not stop.is_set():
+            codes.add(server.post("/score", body).status_code)
+        return codes
+
+    with serving(root / "v0", root / "scores.log", command, environment) as server, ThreadPoolExecutor() as pool:
+        scoring = [pool.submit(score) for _ in range(3)]
+        try:
+            for commit in range(COMMITS):
+                moved = server.post("/delta_sync/sync", {"version": (commit + 1) % 2})
+                assert moved.status_code == 200, moved.text
+        finally:
+            stop.set()
+        assert [each.result() for each in scoring] == [{200}] * 3
+        assert server.post("/delta_sync/verify").json()["verdict"] is True
 
 
 @pytest.mark.parametrize("setting", ["salt", "reset"])

@@ -179,6 +179,20 @@ def keep_current_config(vllm_config: Any) -> None:
         current.get_cached_compilation_config.cache_clear()
 
 
+def keep_queries(worker: Any) -> None:
+    """Keep what a worker has made of queries until their documents are scored, also when its other caches are dropped.
+
+    Cause: for a score of a late-interaction model, vLLM computes the query first and its documents later, and
+    ``reset_encoder_cache`` drops both images and queries. Symptom: a commit between the two ends the server ("query
+    cache miss"). Remove when: such a miss fails no more than its request.
+    """
+    model_runner = getattr(worker, "model_runner", None)
+    for owner in (model_runner, getattr(model_runner, "pooling_runner", None)):
+        scoring = getattr(owner, "late_interaction_runner", None)
+        if scoring is not None:
+            scoring.clear = lambda: None
+
+
 SERIAL = "~"
 """Stands between a version in a label and its serial number."""
 NO_VERSION = "default"

@@ -76,6 +76,7 @@ class WorkerExtension:
             model = self.get_model()  # type: ignore[attr-defined]
             self.delta_sync_memory = WeightMemory.for_model(model)
             write_hooks.watch_writes(self, model, self.delta_sync_memory)
+            patches.keep_queries(self)
         return self.delta_sync_memory
 
 
