@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.exacting import Mover, client_of, move_while
+from tests.e2e.exacting import INTERRUPTED, Mover, client_of, move_while
 from tests.e2e.servers import Server
 from tests.e2e.test_features import follow_each
 from tests.e2e.world import World
@@ -65,11 +65,15 @@ def distance(left: Rows, right: Rows) -> float:
     return max(abs(one - other) for rows in zip(left, right, strict=True) for one, other in zip(*rows, strict=True))
 
 
-def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> None:
-    """With no header too: requests that have begun finish before a commit, whatever pause_mode is."""
+def mover_of(world: World, server: Server) -> Mover:
     while world.version < 2:
         server.wait_served(world.publish())
-    mover = Mover(server, world.version - 1, world.version)
+    return Mover(server, world.version - 1, world.version)
+
+
+def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> None:
+    """With no header too: requests that have begun finish before a commit, whatever pause_mode is."""
+    mover = mover_of(world, server)
     expected: dict[tuple[int, int], Rows] = {}
     with client_of(server) as client:
         for _ in range(2):
@@ -103,3 +107,38 @@ def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> 
     readers = [partial(read, prompt, exactly) for prompt in range(len(PROMPTS)) for exactly in (False, True)]
     move_while(mover, readers, stop, lambda: set(seen) >= {"plain", "exact", "409"}, RACE_SECONDS)
     assert set(seen) == {"plain", "exact", "409"}, seen
+
+
+def test_a_score_is_of_the_version_that_it_asks_for(world: World, server: Server) -> None:
+    """Its query and its documents are requests of their own to the engine, between which commits fall."""
+    mover = mover_of(world, server)
+    body = {"model": "tiny", "text_1": "the quick fox", "text_2": ["lazy dog jumps " * 12, "over the fox " * 15]}
+    with client_of(server) as client:
+        expected = {}
+        for _ in range(2):
+            expected[mover.served] = scores(client.post("/score", json=body))
+            mover.move()
+    far = distance([expected[mover.versions[0]]], [expected[mover.versions[1]]])
+    assert far > 1e-2, "the versions cannot be told apart"
+    seen: Counter[str] = Counter()
+    stop = threading.Event()
+
+    def read(version: int) -> None:
+        with client_of(server) as client:
+            while not stop.is_set():
+                answer = client.post("/score", json=body, headers={"X-Delta-Sync-Version": str(version)})
+                if answer.status_code == 409:
+                    kind = answer.json()["error"]["message"]
+                    seen["interrupted" if INTERRUPTED in kind else "refused"] += 1
+                    continue
+                right = distance([scores(answer)], [expected[version]]) < far / 4
+                seen["right" if right else "of two versions"] += 1
+
+    readers = [partial(read, version) for version in mover.versions]
+    move_while(mover, readers, stop, lambda: {"right", "interrupted"} <= set(seen), RACE_SECONDS)
+    assert "of two versions" not in seen, seen
+
+
+def scores(answer: httpx.Response) -> list[float]:
+    assert answer.status_code == 200, answer.text
+    return [float(each["score"]) for each in answer.json()["data"]]
