@@ -33,6 +33,7 @@ class Core:
 
     def __init__(self, labels: list[str]) -> None:
         self.labels = labels
+        self.answers = True
         self.core_engines = [bytes([index]) for index in range(len(labels))]
         self.aborted: list[str] = []
 
@@ -40,6 +41,8 @@ class Core:
         assert method == "get_weight_version"
         if not self.labels[engine[0]]:
             raise RuntimeError("the engine is dead")
+        if not self.answers:
+            await asyncio.Event().wait()
         return self.labels[engine[0]]
 
     async def abort_requests_async(self, ids: list[str]) -> None:
@@ -55,7 +58,7 @@ class Client:
     """
 
     generate, encode, abort = AsyncLLM.generate, AsyncLLM.encode, AsyncLLM.abort
-    log_requests = False
+    log_requests = errored = False
 
     def __init__(self, *labels: str, follows_model: bool = True, adapters: tuple[str, ...] = ()) -> None:
         self.output_processor = OutputProcessor(None, log_stats=False)
@@ -437,6 +440,17 @@ def test_admission_asks_the_engines(served: list[tuple[int | None, int | None]],
         asyncio.run(client.exact.admit(5))
     with pytest.raises(EngineError, match="does not say which version it serves: the engine is dead"):
         asyncio.run(Client("").exact.admit(5))
+
+
+@scenario
+async def test_admission_ends_with_an_engine_that_dies_before_it_answers() -> None:
+    client = Client()
+    client.engine_core.answers = False
+    admitting = asyncio.create_task(client.exact.admit(5))
+    assert not (await asyncio.wait({admitting}, timeout=0.1))[0]
+    client.errored = True
+    with pytest.raises(EngineError, match="does not say which version it serves: it died before it answered"):
+        await asyncio.wait_for(admitting, 10)
 
 
 @scenario

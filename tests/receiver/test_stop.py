@@ -53,9 +53,11 @@ class OneClient(Client):
         self.cancels = False
         self.go_on = asyncio.Event()
 
-    def die(self) -> None:
+    def die(self, answers: bool = True) -> None:
+        """``answers``: the call that is held up gets an error; vLLM leaves some without an answer."""
         self.errored = True
-        self.go_on.set()
+        if answers:
+            self.go_on.set()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """With a timeout, requests in flight may finish until then."""
@@ -206,6 +208,23 @@ def test_an_engine_that_dies_by_itself_is_reported(site: Site) -> None:
                 await asyncio.sleep(0.01)
         assert "the engine failed: EngineDeadError" in site.warned[0]
         assert site.service is not None
+        site.service.stop()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_an_engine_has_not_answered_ends_with_it(site: Site) -> None:
+    async def main() -> None:
+        client = site.start()
+        await site.served(0)
+        client.holds = "describe"
+        await asyncio.wait_for(client.held.wait(), WAIT)
+        assert site.service is not None
+        asked = site.service.request("sync")
+        client.die(answers=False)
+        with pytest.raises(EngineError, match="the engine failed: "):
+            await asyncio.wait_for(asyncio.wrap_future(asked), 20)
+        assert "it died before it answered" in site.warned[0]
         site.service.stop()
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.core.engine_core import ask_engines
 from vllm_delta_sync.errors import BusyError, EngineError, UsageError
 
 VERSION_HEADER = "X-Delta-Sync-Version"
@@ -156,9 +157,8 @@ class ExactRequests:
         """
         core = self._client.engine_core
         try:
-            labels = await asyncio.gather(
-                *(core._call_utility_async("get_weight_version", engine=engine) for engine in core.core_engines)
-            )
+            calls = [core._call_utility_async("get_weight_version", engine=engine) for engine in core.core_engines]
+            labels = await ask_engines(self._client, calls)
         except Exception as error:  # vLLM reports a failed engine with exceptions of its own
             raise EngineError(f"the engine does not say which version it serves: {error}") from error
         request = ExactRequest(version, frozenset(labels))

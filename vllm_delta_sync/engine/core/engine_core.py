@@ -8,12 +8,13 @@ meanwhile run after our pause. What an engine computed from older weights is dro
 pause (``WeightCaches``). ``install`` adds all this to one engine core of vLLM's.
 """
 
+import asyncio
 import itertools
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
 STUCK_SECONDS = 60.0
 """How long the engine's loop may be busy after a deadline before it counts as hung."""
+ALIVE_CHECK_SECONDS = 0.5
+"""Interval between checks, while a client waits for an answer, that its engine has not died."""
 FAILURE_SECONDS = 60.0
 """How long to wait for an answer after a rank reported a failure, which may belong to an earlier call. Calls are short:
 long operations run in the rank's background thread."""
@@ -449,6 +452,32 @@ def watch_shutdown(client: Any) -> threading.Event:
 
     wrap_method(client, "shutdown", shutdown)
     return event
+
+
+async def ask_engines(client: Any, calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Return the answers to calls of a client's engines, in their order.
+
+    Cause: vLLM never answers a call that an engine had not answered when it died. Symptom: the call, and the request
+    that it was made for, wait on; and the server waits for its requests instead of exiting. Remove when: such calls
+    fail.
+
+    Raises:
+        EngineError: an engine died before it answered. Exception: the first error, once all have answered.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    gathered = asyncio.gather(*tasks, return_exceptions=True)
+    try:
+        while not (await asyncio.wait({gathered}, timeout=ALIVE_CHECK_SECONDS))[0]:
+            if client.errored:
+                raise EngineError("it died before it answered")
+    finally:
+        for task in tasks:
+            task.cancel()
+    outcomes = gathered.result()
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
 
 
 _numbers = itertools.count(time.time_ns())

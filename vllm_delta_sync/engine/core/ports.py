@@ -21,7 +21,7 @@ import msgspec
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError, EngineStopped
 from vllm_delta_sync.engine.compat.patches import version_label
-from vllm_delta_sync.engine.core.engine_core import watch_shutdown
+from vllm_delta_sync.engine.core.engine_core import ask_engines, watch_shutdown
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
 from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError
@@ -227,18 +227,14 @@ class ServerEnginePort:
             per_engine: per engine, the arguments to pass instead of ``args``.
 
         Raises:
-            Exception: the first error among the answers, once all have answered.
+            Exception: as ``ask_engines``.
         """
         # vLLM's own call reaches every engine too, but returns only the first one's answer, and stops at an error.
         calls = [
             self._core._call_utility_async(method, *(args if per_engine is None else per_engine[index]), engine=engine)
             for index, engine in enumerate(self._engines)
         ]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes
+        return await ask_engines(self._client, calls)
 
     async def _call_ranks(self, method: str, request: RankRequest[Any], *args: Any) -> list[Any]:
         """Pass a request to a utility method of every engine core, each with the entries of its own ranks."""
