@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.servers import Server, eventually
-from tests.e2e.world import Follower, World, expect_served, kill, no_process_left, ranks_bound
+from tests.e2e.world import Follower, World, expect_served, kill, no_process_left, ranks_bound, waiting
 from tests.support.forge import BAD_VERSIONS
 from tests.support.running import small_disk
 from vllm_delta_sync import open_run
@@ -185,7 +185,7 @@ def end(follower: Follower, moment: str) -> None:
         return
     if moment == HUNG:
         world.faults.arm("rank.before_scatter", "stop")
-        with no_process_left(server):
+        with no_process_left(server), waiting(server):
             world.publish()
             assert server.process.wait(SECONDS) == 1
         assert "ending the engine" in server.logged()

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,8 @@ class Follower:
         self.server.skip_log()
 
     def expect_quiet_stop(self) -> None:
-        """End the server in the middle of polls and commits, as its supervisor does: it ends in order, and says no more
-        than that."""
+        """End the server in the middle of polls and commits, and while a client waits for a version, as its supervisor
+        does: it ends in order, and says no more than that."""
         self.reset()
         stopped = threading.Event()
 
@@ -148,9 +149,10 @@ class Follower:
         publishing.start()
         try:
             self.server.wait_served(self.world.version + 2)
-            self.server.process.send_signal(signal.SIGTERM)
-            # Not its exit status: vLLM looks up who has its port, which fails if that is its ended engine.
-            self.server.process.wait(120)
+            with waiting(self.server):
+                self.server.process.send_signal(signal.SIGTERM)
+                # Not its exit status: vLLM looks up who has its port, which fails if that is its ended engine.
+                self.server.process.wait(120)
         finally:
             stopped.set()
             publishing.join()
@@ -170,6 +172,15 @@ def expect_served(world: World, server: Server, version: int) -> None:
     assert status["served"]["fingerprint"] == open_run(world.url).manifest(version).fingerprint
     assert server.post("/delta_sync/verify").json()["verdict"] is True
     assert server.spans() == [{"index": 0, "version": version, "start": 0, "end": 5}]
+
+
+@contextmanager
+def waiting(server: Server) -> Iterator[None]:
+    """A client waits for a version; the server ends in here, and tells it to ask another one."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.get, "/delta_sync/wait", params={"version": 10**6, "timeout": 240})
+        yield
+        assert (asked.result().status_code, asked.result().json()["error"]["kind"]) == (409, "unreachable")
 
 
 def kill(server: Server) -> None:

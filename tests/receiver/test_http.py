@@ -240,6 +240,17 @@ def test_held_below_is_409_also_while_it_waits(served: Served) -> None:
     assert served.outcomes == ["unreachable", "unreachable", "served"]
 
 
+def test_waiting_ends_with_the_server(served: Served) -> None:
+    """vLLM exits only once it has answered all requests, and no version comes any more."""
+    waiting = [later(served.ask, 1), later(served.get, "wait?version=1&timeout=3600")]
+    served.wait_for_waiters(2)
+    served.site.app.state.delta_sync_has_ended = lambda: True
+    for answer in (*(each.result(60) for each in waiting), served.ask(1)):
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (409, "unreachable")
+        assert "version 1 is wanted, and this server is ending" in answer.text
+    assert served.ask(0).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("served", "words"),
     [({"target": "0"}, "and the target is 0;"), ({"policy": "manual"}, "POST /delta_sync/sync")],

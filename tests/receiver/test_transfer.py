@@ -146,6 +146,9 @@ def test_update_waits_until_a_version_is_published(site: Site, client: Any, serv
     assert run(update(client, version=1, timeout_s=WAIT)) == [None]
     soon.join()
     site.world.expect_exact()
+    ended = WeightTransferCalls(service, site.world.url, lambda: True)
+    (error,) = run(update(ended, version=2, timeout_s=WAIT))
+    assert isinstance(error, NotFoundError), "it waits for the version, and the server for it"
     (error,) = run(update(client, version=2, timeout_s=0.2))
     assert isinstance(error, NotFoundError)
     assert service.receiver.served_version == 1

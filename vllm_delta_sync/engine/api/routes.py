@@ -170,8 +170,8 @@ async def wait(
 ) -> JsonAnswer:
     """Answer once the version, or a later one, is served: 200 with the status; 408 when late, 503 if too many wait.
 
-    409 at once, kind `unreachable`, if it will not be served without an operator's action: this server is held, or its
-    target is older."""
+    409 at once, kind `unreachable`, if it will not be served without an operator's action: this server is held, is
+    being stopped, or has an older target."""
     if "adapter" in request.query_params:
         raise UsageError("wait is for the run in the setting bucket; poll /delta_sync/status?adapter=NAME instead")
     waiters: VersionWaiters = request.app.state.delta_sync_waiters
@@ -222,6 +222,9 @@ def attach(app: FastAPI) -> None:
     """Add the routes and the middleware to vLLM's application."""
     app.state.delta_sync_waiting = 0
     app.state.delta_sync_min_version_seconds = Settings.model_fields["min_version_seconds"].default
-    waiters = app.state.delta_sync_waiters = VersionWaiters(lambda: app.state.delta_sync)
+    app.state.delta_sync_has_ended = lambda: False
+    waiters = app.state.delta_sync_waiters = VersionWaiters(
+        lambda: app.state.delta_sync, lambda: app.state.delta_sync_has_ended()
+    )
     app.include_router(router)
     app.add_middleware(Admission, state=app.state, waiters=waiters)

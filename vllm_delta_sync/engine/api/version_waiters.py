@@ -25,10 +25,12 @@ class VersionWaiters:
 
     Args:
         serving: returns the server's receiver; called at every poll, because the leader may change.
+        has_ended: returns whether the engine has died or is being stopped; vLLM exits once all requests are answered.
     """
 
-    def __init__(self, serving: Callable[[], Serving]) -> None:
+    def __init__(self, serving: Callable[[], Serving], has_ended: Callable[[], bool]) -> None:
         self._serving = serving
+        self._has_ended = has_ended
         self._waiting: set[tuple[int, asyncio.Future[int]]] = set()
         self._poll_task: asyncio.Task[None] | None = None
 
@@ -41,8 +43,7 @@ class VersionWaiters:
         served = self._serving().receiver.served_version
         if served is not None and served >= version:
             return served
-        status = self._status()
-        if status is not None and (reason := unreachable(status, version)) is not None:
+        if (reason := self._objection(version, self._status())) is not None:
             raise UnreachableError(reason)
         return None
 
@@ -70,7 +71,7 @@ class VersionWaiters:
             checks = time.monotonic() >= next_check
             try:
                 status = self._status() if checks else None
-                self._resolve(self._serving().receiver.served_version, status)
+                self._resolve(self._serving().receiver.served_version, status, checks)
             except Exception as error:  # noqa: BLE001  the waiting requests raise it; none may wait forever
                 for _, future in self._waiting:
                     if not future.done():
@@ -79,14 +80,19 @@ class VersionWaiters:
                 next_check = time.monotonic() + UNREACHABLE_CHECK_SECONDS
             await asyncio.sleep(STEP_SECONDS)
 
-    def _resolve(self, served: int | None, status: Answer | None) -> None:
+    def _resolve(self, served: int | None, status: Answer | None, checks: bool) -> None:
         for version, future in self._waiting:
             if future.done():
                 continue
             if served is not None and served >= version:
                 future.set_result(served)
-            elif status is not None and (reason := unreachable(status, version)) is not None:
+            elif checks and (reason := self._objection(version, status)) is not None:
                 future.set_exception(UnreachableError(reason))
+
+    def _objection(self, version: int, status: Answer | None) -> str | None:
+        if self._has_ended():
+            return f"version {version} is wanted, and this server is ending; ask another server"
+        return None if status is None else unreachable(status, version)
 
     def _status(self) -> Answer | None:
         with suppress(BusyError):  # no API server leads at the moment

@@ -64,11 +64,13 @@ class WeightTransferCalls:
 
     Args:
         bucket: the setting.
+        has_ended: returns whether the engine has died.
     """
 
-    def __init__(self, controller: "Serving", bucket: str) -> None:
+    def __init__(self, controller: "Serving", bucket: str, has_ended: Callable[[], bool] = lambda: False) -> None:
         self._controller = controller
         self._bucket = bucket
+        self._has_ended = has_ended
         self._reached: int | None = None
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
@@ -111,7 +113,7 @@ class WeightTransferCalls:
             except TimeoutError:
                 raise self._late(asked) from None
             except NotFoundError:
-                if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
+                if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline or self._has_ended():
                     raise
             await asyncio.sleep(PUBLISH_STEP_SECONDS)
 
@@ -163,7 +165,7 @@ def install(client: Any, controller: "Serving", bucket: str) -> None:
     """
     backend = patches.transfer_backend(client.vllm_config)
     replaced = {None: ("update_weight_version",), TRANSFER_BACKEND: CALLS}.get(backend, ())
-    calls = WeightTransferCalls(controller, bucket)
+    calls = WeightTransferCalls(controller, bucket, lambda: client.errored)
     for name in replaced:
         if hasattr(client, name):
             setattr(client, name, _with_http_errors(getattr(calls, name)))

@@ -80,6 +80,7 @@ class EndpointPlugin:
         state.delta_sync = controller
         state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
         state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}
+        state.delta_sync_has_ended = lambda: stopping.is_set() or engine_client.errored
         state.delta_sync_token = settings.admin_token()
         state.delta_sync_objects = SharedObjects(settings)
         state.delta_sync_min_version_seconds = settings.min_version_seconds
