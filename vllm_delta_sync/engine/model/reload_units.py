@@ -135,7 +135,7 @@ class LoaderReplay:
         self.numbers = {(path, name): value for path, name, value in walk_numbers(model)}
         self.live = live_tensors(model, record)
         self.owners = find_owners(model)
-        self._device = next((t.device for _, _, t in walk_tensors(model) if is_plain(t)), torch.device("cpu"))
+        self._device = torch.device("cpu") if memory.accelerator is None else memory.accelerator.device
 
     def load(
         self, scopes: Sequence[ReloadScope], bits: dict[int, Bits]
@@ -215,6 +215,9 @@ class LoaderReplay:
         fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
         index = _ScopeIndex([scope], self._targets)
         for path, name, tensor in walk_tensors(self._skeleton):
+            live = self.live.get((path, name))
+            if live is not None and live.is_meta:
+                continue  # as a vision tower that is left out
             if not is_plain(tensor) or meta_leaf.keeps(tensor) or not index.scopes_holding(path, name):
                 continue
             known = tensor.untyped_storage()
