@@ -9,8 +9,12 @@ from tests.e2e.attached import BLOCK, OTHERS, PROMPT, SHORT, SOME, STARTED, TOKE
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("attached")]
 
 CACHED = PROMPT // BLOCK * BLOCK
-NEAR = 1e-3
-"""Log probabilities that differ by no more are those of the same weights and keys, summed in another order."""
+NEAR = 2**-7
+"""Log probabilities that differ by no more are those of the same weights and keys, summed in another order.
+
+A sum in another order may round a bfloat16 the other way: a logit below 1 then moves by 2^-8, as was seen of one token
+among others that moved by 10^-4. Keys of older weights move them by 0.017 or more here.
+"""
 
 
 MODES = [*SOME, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
