@@ -304,7 +304,7 @@ class ReadPlanner:
             key = version_key(number)
             if key not in self._absent:
                 self._graph.put(Edge(key, ROOT, number) if base is None else _unread(key, base, number))
-        self._drop_collected()
+        self._drop_collected(first)
 
     def _widen(self) -> bool:
         """Put all merged deltas and newer versions into the graph, since one may lead back.
@@ -361,13 +361,13 @@ class ReadPlanner:
     def _read_retention(self) -> None:
         record = self._run.retention()
         self._gone = [] if record is None else record.gone
-        self._drop_collected()
+        self._drop_collected(0)
 
-    def _drop_collected(self) -> None:
+    def _drop_collected(self, start: int) -> None:
         # Only what the graph covers: the record is not signed, and may name ten billion versions.
         covered = -1 if self._top is None else self._top.version
         for first, last in self._gone:
-            for version in range(first, min(last, covered) + 1):
+            for version in range(max(first, start), min(last, covered) + 1):
                 self._drop(version_key(version), "is no longer kept")
 
     def _drop(self, key: str, why: str | DataError) -> None:
