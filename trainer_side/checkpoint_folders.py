@@ -604,6 +604,7 @@ class CheckpointWatcher:
     def _poll(self) -> Iterator[PublishedCheckpoint]:
         before, self._seen = self._seen, self._scan()
         self._done = {name: found for name, found in self._done.items() if name in self._seen}
+        self._unreadable = {name: found for name, found in self._unreadable.items() if name in self._seen}
         self.refused = {name: reason for name, reason in self.refused.items() if name in self._seen}
         self.left_out = {name: reason for name, reason in self.left_out.items() if name in self._seen}
         settled = [each for name, each in self._seen.items() if before.get(name) == each != self._done.get(name)]

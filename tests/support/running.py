@@ -66,7 +66,7 @@ def context_of_processes(module: str) -> ForkServerContext:
     """Starts processes that run functions of a module of tests: forks of one that has imported it, without threads."""
     _PRELOADED.append(module)
     context = multiprocessing.get_context("forkserver")
-    # One process for all of them, and whoever sets what it imports sets all.
+    # All share one process, and each call replaces the list of what it imports.
     context.set_forkserver_preload(_PRELOADED)
     return context
 

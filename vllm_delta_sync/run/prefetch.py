@@ -148,6 +148,6 @@ class _ManifestCache:
         with self._lock:
             self._bytes += added
             while self._bytes > KEPT_BYTES:
-                # Mostly the first: only what is being fetched now is passed over.
+                # Usually the first; documents that are still being fetched are passed over.
                 oldest = next(key for key, future in self._documents.items() if future.done())
                 self._bytes -= len(self._documents.pop(oldest).result())
