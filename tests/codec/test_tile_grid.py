@@ -18,6 +18,7 @@ from vllm_delta_sync.codec.tiles.grid import (
     extent,
     grid_of,
     least_tiles,
+    shares_of_threads,
     view_of,
 )
 from vllm_delta_sync.errors import UnsupportedError
@@ -166,15 +167,26 @@ def test_ranks_that_share_a_vector_cut_no_tile(size: int, ranks: int) -> None:
     assert cut(grid_of((size,)), [(0, 1, *part) for part in shares(size, ranks)]) == 0
 
 
-@given(shape=SHAPES, threads=st.integers(1, 5))
-def test_spans_are_the_bands_of_a_tensor_in_order(shape: tuple[int, ...], threads: int) -> None:
-    grid = grid_of(shape)
+@given(shapes=st.lists(SHAPES, min_size=1, max_size=4), threads=st.integers(1, 5))
+def test_threads_share_all_bands_in_order(shapes: list[tuple[int, ...]], threads: int) -> None:
+    grids = [grid_of(shape) for shape in shapes]
     with many_threads(threads):
-        spans = grid.spans()
-    assert [span.first for span in spans] == [0, *(span.last for span in spans[:-1])]
-    assert spans[-1].last == grid.bands
-    assert len(spans) == max(1, min(threads, grid.bands, int(np.prod(shape, dtype=np.int64))))
-    assert all(span.first < span.last for span in spans)
+        shares = shares_of_threads(grids)
+    bands = [(number, band) for share in shares for number, span in share for band in range(span.first, span.last)]
+    assert bands == [(number, band) for number, grid in enumerate(grids) for band in range(grid.bands)]
+    assert all(share and all(span.first < span.last for _, span in share) for share in shares)
+    assert 1 <= len(shares) <= threads
+
+
+def test_threads_have_about_as_much_to_do() -> None:
+    grids = [grid_of(shape) for shape in ((64,), (1536, 576), (4096, 4096), (576, 1536), (49_152, 576))]
+    whole = sum(grid.numel for grid in grids)
+    with many_threads(4):
+        shares = shares_of_threads(grids)
+    for share in shares:
+        rows = [(grids[number], grids[number].row_edges[[span.first, span.last]]) for number, span in share]
+        elements = sum(int(edges[1] - edges[0]) * grid.columns for grid, edges in rows)
+        assert abs(elements - whole / 4) < whole / 100
 
 
 @given(shape=st.tuples(st.integers(1, 90), st.integers(64, 90)), data=st.data())

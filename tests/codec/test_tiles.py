@@ -32,7 +32,7 @@ from vllm_delta_sync.codec.tiles import coder, decode_kernels, encode_kernels
 from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.coder import LargeTensor
-from vllm_delta_sync.codec.tiles.grid import grid_of
+from vllm_delta_sync.codec.tiles.grid import grid_of, shares_of_threads
 from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, code_words
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError, UnsupportedError, UsageError
@@ -261,18 +261,21 @@ def test_tiles_without_changes_are_nothing_but_a_number() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("threads", [2, 3, 4])
-def test_threads_write_and_read_the_same(threads: int, codec: Codec) -> None:
+def test_threads_write_and_read_the_same(threads: int, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(1536, 384), (5, 96, 128), (7,), (64, 3000), (70_001,)]
     table = TensorTable([TensorSpec(f"t{i}", "BF16", shape) for i, shape in enumerate(shapes)])
     old, new = all_trained(table, 0.05)
     with many_threads(1):
-        assert all(len(grid_of(shape).spans()) == 1 for shape in shapes)
+        assert len(shares_of_threads([grid_of(shape) for shape in shapes])) == 1
         data = encoded(table, old, new, codec)
         alone = decode(data, table, CONTEXT, whole(old))
     with many_threads(threads):
-        assert max(len(grid_of(shape).spans()) for shape in shapes) == threads
+        assert len(shares_of_threads([grid_of(shape) for shape in shapes])) == threads
         assert encoded(table, old, new, codec) == data
         assert_same(decode(data, table, CONTEXT, whole(old)), alone)
+        for elements in (1, 100_000):
+            monkeypatch.setattr(coder, "GROUP_ELEMENTS", elements)
+            assert_same(decode(data, table, CONTEXT, whole(old)), alone)
     assert_same(changes_between(table, old, new), alone)
 
 

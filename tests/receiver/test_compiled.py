@@ -12,7 +12,7 @@ EXPECTED = (
     "fingerprint_box",
     "commit_each",
     "merge_layers",
-    "decode_bands",
+    "decode_tensors",
     "fill_tables",
 )
 

@@ -476,7 +476,8 @@ def test_what_is_read_in_place_is_what_would_be_copied() -> None:
             continue
         in_place.append(spec.name)
         expected = bits[tensor].reshape(spec.shape)
-        with found.in_place() as matrix:
+        matrix = found.in_place.matrix
+        with found.in_place.reading():
             for top, bottom, left, right in found.rectangles or ((0, *spec.shape[:1], 0, spec.shape[1]),):
                 where = np.add.outer(matrix.origin + matrix.stride * np.arange(top, bottom), np.arange(left, right))
                 assert np.array_equal(matrix.flat[where], expected[top:bottom, left:right]), spec.name
@@ -488,12 +489,12 @@ def test_what_is_read_in_place_is_what_would_be_copied() -> None:
 def test_weights_that_move_while_they_are_read_in_place_hide_what_that_caused() -> None:
     model = Parts()
     moves = 0
-    reading = LiveBaseReader(trace_routes(model, PARTS), lambda: moves)(0).in_place
-    assert reading is not None
+    in_place = LiveBaseReader(trace_routes(model, PARTS), lambda: moves)(0).in_place
+    assert in_place is not None
 
     def decode_damaged() -> None:
         nonlocal moves
-        with reading():
+        with in_place.reading():
             moves = 1
             raise FormatError("a stream that does not fit these bits")
 

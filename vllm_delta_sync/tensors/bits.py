@@ -55,6 +55,14 @@ class Matrix(NamedTuple):
     stride: int
 
 
+class InPlace(NamedTuple):
+    """Bits that are read where they are, of any moment, as any values, while the context that ``reading`` returns is
+    entered: one context for all tensors of a lookup, held for milliseconds."""
+
+    matrix: Matrix
+    reading: Callable[[], AbstractContextManager[None]]
+
+
 class BaseTensor:
     """The base bits of one tensor: its bits at the version that a delta applies to.
 
@@ -62,15 +70,14 @@ class BaseTensor:
         bits: (numel,) in row-major order of the whole tensor, undefined outside ``rectangles``; or a function that
             returns them, called only if they are needed.
         rectangles: disjoint parts that this process has; None for the whole tensor.
-        in_place: returns a context in which the bits inside ``rectangles`` are read where they are, of any moment, as
-            any values; None if ``bits`` must be read.
+        in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read.
     """
 
     def __init__(
         self,
         bits: Bits | Callable[[], Bits],
         rectangles: tuple[Rectangle, ...] | None = None,
-        in_place: Callable[[], AbstractContextManager[Matrix]] | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         self._bits = bits
         self.rectangles, self.in_place = rectangles, in_place

@@ -5,6 +5,7 @@ magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U
 ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from vllm_delta_sync.codec.tiles.classes import (
     key_shift,
     magnitude_mask,
 )
-from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, Span, extent, grid_of, least_tiles
+from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, Span, extent, grid_of, least_tiles, shares_of_threads
 from vllm_delta_sync.codec.tiles.prefix_code import Decoding, Lengths, code_lengths, code_words, decoding, overfull
 from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
@@ -41,6 +42,8 @@ THREAD_CHANGES = 16 * 1024
 """A thread codes so many changes at least: one that has less to do takes longer to start."""
 PIECE_CHANGES = 64 * 1024
 """Changes of a large tensor that are coded at once: what bounds the memory."""
+GROUP_ELEMENTS = 8 * 1024 * 1024
+"""Elements of tensors that are decoded at once, but for a larger one; copies of their old bits are held together."""
 SMALL_ELEMENTS = 64 * 1024
 """Tensors with fewer elements are plain: they are few of a model's, and ranks may divide them finer than tiles."""
 SAMPLED_ELEMENTS = 256 * 1024
@@ -219,7 +222,7 @@ def _find_gaps(
         mine = _Gaps(into.kinds[changed], into.gaps[changed], into.values[changed], into.sizes[tiles])
         _find_gaps_of(bits, grid, span, limits, plain[tiles], positions[changed], distances[changed], element, mine)
 
-    on_threads(run, grid.spans())
+    on_threads(run, [share[0][1] for share in shares_of_threads([grid])])
 
 
 def _find_gaps_of(
@@ -396,15 +399,20 @@ class _DecodingBatch(NamedTuple):
 
     Attributes:
         magnitudes, limits: see ``mask_tiles``.
-        coded: (tiles of the block,) whether a tile has changes and is not plain.
+        wanted: (tiles of the block,) whether to decode a tile, which has changes. coded: and whether it is not plain.
         starts: (tiles of the block,) first bit in ``streams`` of each stream. streams: PADDING bytes follow.
     """
 
     magnitudes: np.unsignedinteger
     limits: npt.NDArray[np.unsignedinteger]
+    wanted: npt.NDArray[np.bool_]
     coded: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
     streams: npt.NDArray[np.uint8]
+
+
+_Part = tuple[list[tuple[int, Span]], npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[Positions, Bits]]
+"""What one thread decodes: its share, jobs, how many elements it found in each, and room for them."""
 
 
 @dataclass
@@ -512,75 +520,105 @@ class TilesBlock:
         if payload.size < end - begin + kernels.PADDING:
             payload = np.concatenate([payload, np.zeros(kernels.PADDING, np.uint8)])
         batch = _DecodingBatch(
-            magnitude_mask(element), key_limits(self._thresholds, element), ~self._plain & (self._sizes > 0),
-            self._starts - 8 * begin, read_only(payload),
+            magnitude_mask(element), key_limits(self._thresholds, element), self._sizes > 0,
+            ~self._plain & (self._sizes > 0), self._starts - 8 * begin, read_only(payload),
         )  # fmt: skip
-        for number, row in enumerate(rows):
-            count = int(self.directory.counts[row])
-            into = positions[used : used + count], distances[used : used + count]
-            counts[number] = self._decode(*wanted.pop(0), batch, into)
-            used += int(counts[number])
+        done = 0
+        while wanted:
+            group: list[tuple[int, BaseTensor | None]] = []
+            elements = 0
+            while wanted and (not group or elements + self.directory.numels[wanted[0][0]] <= GROUP_ELEMENTS):
+                group.append(wanted.pop(0))
+                elements += int(self.directory.numels[group[-1][0]])
+            found = self._decode(group, batch, (positions[used:], distances[used:]))
+            counts[done : done + len(group)] = found
+            done, used = done + len(group), used + int(found.sum())
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
         )
 
-    def _decode(self, row: int, base: BaseTensor | None, batch: _DecodingBatch, into: tuple[Positions, Bits]) -> int:
-        """Write the positions and distances of the block's tensor number ``row`` → how many.
+    def _decode(
+        self, group: list[tuple[int, BaseTensor | None]], batch: _DecodingBatch, into: tuple[Positions, Bits]
+    ) -> npt.NDArray[np.int64]:
+        """Write the positions and distances of some tensors → how many of each.
 
         Args:
-            into: room for the changed elements that the block declares.
+            group: see ``take``. into: room for the changed elements that the block declares.
         """
         from vllm_delta_sync.codec.tiles import decode_kernels as kernels
-        from vllm_delta_sync.format.kernels import read_only
 
-        count, element, spec = into[0].size, self._block.element, self._table[int(self.directory.ids[row])]
-        tiles, grid = slice(self._firsts[row], self._firsts[row + 1]), grid_of(spec.shape)
-        coded, sizes = batch.coded[tiles], self._sizes[tiles]
-        wanted, whole = sizes > 0, base is None or base.rectangles is None
-        if base is not None and base.rectangles is not None:
-            covered = grid.covered(base.rectangles).reshape(-1)
-            wanted &= covered > 0
-            coded = coded & wanted
-            cut = np.flatnonzero(coded & (covered != grid.covered(None).reshape(-1)))
-            if cut.size:
-                raise CutTileError(
-                    f"{self._what}: of tensor {spec.name!r}, this rank has only a part of tile {cut[0]}, which is "
-                    "coded as a whole; publish with codec='plain', or serve with other numbers of ranks"
+        element = self._block.element
+        grids, matrices = [], []
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext
+        for row, base in group:
+            spec, tiles = self._table[int(self.directory.ids[row])], slice(self._firsts[row], self._firsts[row + 1])
+            grid = grid_of(spec.shape)
+            if base is not None and base.rectangles is not None:
+                covered = grid.covered(base.rectangles).reshape(-1)
+                batch.wanted[tiles] &= covered > 0
+                batch.coded[tiles] &= covered > 0
+                cut = np.flatnonzero(batch.coded[tiles] & (covered != grid.covered(None).reshape(-1)))
+                if cut.size:
+                    raise CutTileError(
+                        f"{self._what}: of tensor {spec.name!r}, this rank has only a part of tile {cut[0]}, which is "
+                        "coded as a whole; publish with codec='plain', or serve with other numbers of ranks"
+                    )
+            matrix = Matrix(np.empty(0, element.uint), 0, grid.columns)
+            if batch.coded[tiles].any():
+                if base is None:
+                    raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
+                if base.in_place is None:
+                    matrix = Matrix(np.ascontiguousarray(checked(base, spec, element)), 0, grid.columns)
+                else:
+                    matrix, reading = base.in_place
+            grids.append(grid)
+            matrices.append(matrix)
+        rooms = [int(self.directory.counts[row]) for row, _ in group]
+        # Where each tensor's edges begin: those of rows, those of columns.
+        sizes = [edge.size for grid in grids for edge in (grid.row_edges, grid.column_edges)]
+        edges = np.concatenate([edge for grid in grids for edge in (grid.row_edges, grid.column_edges)])
+        edges_at = [0, *itertools.accumulate(sizes)]
+        parts: list[_Part] = []
+        for share in shares_of_threads(grids):
+            jobs = [
+                (
+                    matrices[number].flat.__array_interface__["data"][0], matrices[number].flat.size,
+                    matrices[number].origin, matrices[number].stride, *edges_at[2 * number : 2 * number + 3],
+                    self._firsts[group[number][0]], *span, rooms[number],
                 )
-        reading: AbstractContextManager[Matrix] = nullcontext(Matrix(np.empty(0, element.uint), 0, grid.columns))
-        if coded.any():
-            if base is None:
-                raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
-            reading = (
-                nullcontext(Matrix(checked(base, spec, element), 0, grid.columns))
-                if base.in_place is None
-                else base.in_place()
-            )
+                for number, span in share
+            ]  # fmt: skip
+            room = sum(rooms[number] for number, _ in share)
+            # Of several shares, only the first one's place is known; memory is used as far as it is written.
+            place = (np.empty(room, np.int64), np.empty(room, element.uint)) if parts else into
+            parts.append((share, np.array(jobs, np.int64), np.zeros(len(share), np.int64), place))
 
-        def run(span: Span, into: tuple[Positions, Bits]) -> tuple[int, int]:
-            return kernels.decode_bands(
-                bits, matrix.origin, matrix.stride, grid.row_edges, grid.column_edges, *span, batch.magnitudes,
-                batch.limits, wanted, coded, batch.starts[tiles], sizes, batch.streams, self._tables, *into,
+        def run(part: _Part) -> tuple[int, int, int]:
+            _, jobs, counts, place = part
+            return kernels.decode_tensors(
+                jobs, edges, batch.magnitudes, batch.limits, batch.wanted, batch.coded, batch.starts, self._sizes,
+                batch.streams, self._tables, *place, counts,
             )  # fmt: skip
 
-        spans = grid.spans()
-        # Of several spans, only the first one's place is known; memory is used as far as it is written.
-        places = [into, *((np.empty_like(into[0]), np.empty_like(into[1])) for _ in spans[1:])]
-        with reading as matrix:
-            bits = read_only(matrix.flat)
-            parts = on_threads(lambda part: run(*part), list(zip(spans, places, strict=True)))
-        for found, where in parts:
-            if found < 0:
-                self.coded(row).refuse(found, where)
-        total = sum(found for found, _ in parts)
-        if total > count or (total != count and whole):
-            self.coded(row).refuse(total, 0)
-        start = parts[0][0]
-        for (found, _), mine in zip(parts[1:], places[1:], strict=True):
-            into[0][start : start + found], into[1][start : start + found] = mine[0][:found], mine[1][:found]
+        with reading():
+            errors = on_threads(run, parts)
+        for (job, error, tile), (share, *_) in zip(errors, parts, strict=True):
+            if error < 0:
+                self.coded(group[share[job][0]][0]).refuse(error, tile)
+        totals = np.zeros(len(group), np.int64)
+        for share, _, counts, _ in parts:
+            np.add.at(totals, [number for number, _ in share], counts)
+        for (row, base), total, room in zip(group, totals.tolist(), rooms, strict=True):
+            if total > room or (total != room and (base is None or base.rectangles is None)):
+                self.coded(row).refuse(total, 0)
+        start = 0
+        for number, (_, _, counts, place) in enumerate(parts):
+            found = int(counts.sum())
+            if number:
+                into[0][start : start + found], into[1][start : start + found] = place[0][:found], place[1][:found]
             start += found
-        return total
+        return totals
 
 
 def compile_encoder(element: DType) -> None:
@@ -600,12 +638,10 @@ def compile_decoder(elements: Iterable[DType]) -> None:
     from vllm_delta_sync.codec.tiles import decode_kernels as kernels
     from vllm_delta_sync.format.kernels import read_only
 
-    none, edges = np.empty(0, np.int64), read_only(np.zeros(1, np.int64))
-    tables = decoding(np.zeros((TABLES, 2, SYMBOLS), np.uint8))
+    none, tables = np.empty(0, np.int64), decoding(np.zeros((TABLES, 2, SYMBOLS), np.uint8))
     for element in elements:
-        mine = np.empty(0, np.int64), np.empty(0, element.uint)
-        kernels.decode_bands(
-            read_only(np.empty(0, element.uint)), 0, 0, edges, edges, 0, 0, magnitude_mask(element),
-            np.zeros(CLASSES, element.uint), np.empty(0, np.bool_), np.empty(0, np.bool_), none, none,
-            read_only(np.zeros(kernels.PADDING, np.uint8)), tables, *mine,
+        kernels.decode_tensors(
+            np.empty((0, 11), np.int64), none, magnitude_mask(element), np.zeros(CLASSES, element.uint),
+            np.empty(0, np.bool_), np.empty(0, np.bool_), none, none, read_only(np.zeros(kernels.PADDING, np.uint8)),
+            tables, none, np.empty(0, element.uint), none,
         )  # fmt: skip

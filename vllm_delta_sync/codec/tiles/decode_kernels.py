@@ -8,7 +8,7 @@ Streams are not trusted: for any bytes, a loop ends and writes only inside the a
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name  # type: ignore[import-untyped]
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
@@ -22,7 +22,7 @@ from vllm_delta_sync.codec.tiles.shared_kernels import (
     words_of,
     words_passed,
 )
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, pointer, trailing_zeros
 
 PADDING = 24
 """Bytes that must follow a stream in memory: one damaged symbol can read so far beyond its end."""
@@ -83,6 +83,40 @@ _select = select_by_deposit if DEPOSITS else select_by_counting
 def _read(data, place, count):
     """Return ``count`` bits, at most 57, from bit ``place`` on."""
     return (load_word(data, place >> _THREE) >> (place & _SEVEN)) & ((ONE << count) - ONE)
+
+
+@_compile
+def decode_tensors(
+    jobs, edges, magnitudes, limits, wanted, coded, starts, sizes, payload, tables, positions, distances, counts
+):  # fmt: skip
+    """Decode bands of some tensors of a block, one after the other.
+
+    Args:
+        jobs: (n, 11) int64, each the arguments of ``decode_bands`` for one tensor: address and number of its old bits,
+            origin, stride; in ``edges`` the first row edge, the first column edge, and the end; its first tile in the
+            block; first and last band; and for how many elements there is room.
+        wanted, coded, starts, sizes: as for ``decode_bands``, but of the block.
+        positions, distances: output, of the elements of one tensor after the other; room for all.
+        counts: (n,) int64 output: elements of each.
+
+    Returns:
+        (job, negative error, tile of the tensor) of the first error, otherwise zeros.
+    """
+    done = 0
+    for job in range(jobs.shape[0]):
+        rows_at, columns_at, end, tile = jobs[job, 4], jobs[job, 5], jobs[job, 6], jobs[job, 7]
+        room = jobs[job, 10]
+        found, where = decode_bands(
+            carray(pointer(jobs[job, 0]), jobs[job, 1], distances.dtype), jobs[job, 2], jobs[job, 3],
+            edges[rows_at:columns_at], edges[columns_at:end], jobs[job, 8], jobs[job, 9], magnitudes, limits,
+            wanted[tile:], coded[tile:], starts[tile:], sizes[tile:], payload, tables, positions[done : done + room],
+            distances[done : done + room],
+        )  # fmt: skip
+        if found < 0:
+            return job, found, where
+        counts[job] = found
+        done += found
+    return 0, 0, 0
 
 
 @_compile

@@ -7,7 +7,6 @@ one row. Rows form slabs (such as the experts of a stacked tensor), which no til
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from vllm_delta_sync.codec.tiles.tile_threads import threads_for
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Matrix, Rectangle
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Rectangle
 from vllm_delta_sync.tensors.boxes import Box
 
 SHARERS = ((16, 8, 6, 4, 3, 2), (8, 6, 4, 3, 2), (4, 3, 2), (3,))
@@ -86,10 +85,9 @@ class Grid:
         """Whether the matrix has one row, in whose order the tiles lie."""
         return int(self.row_edges[-1]) == 1
 
-    def spans(self) -> list[Span]:
-        """Return the parts that threads code side by side: one per thread, or fewer of a small tensor."""
-        parts = max(1, min(self.bands, threads_for(int(self.row_edges[-1]) * self.columns, THREAD_ELEMENTS)))
-        return [Span(*ends) for ends in pairwise([self.bands * part // parts for part in range(parts + 1)])]
+    @property
+    def numel(self) -> int:
+        return int(self.row_edges[-1]) * self.columns
 
     def covered(self, rectangles: Sequence[Rectangle] | None) -> npt.NDArray[np.int64]:
         """Return (bands, across): elements of each tile inside disjoint rectangles of this matrix; None: all."""
@@ -107,6 +105,25 @@ class Grid:
             along = np.minimum(self.column_edges[1:], right) - np.maximum(self.column_edges[:-1], left)
             found[bands] += np.outer(np.maximum(down, 0), np.maximum(along, 0))
         return found
+
+
+def shares_of_threads(grids: Sequence[Grid]) -> list[list[tuple[int, Span]]]:
+    """Return what threads code side by side: for each one, tensors by number, and which of their bands."""
+    ends = [0, *itertools.accumulate(grid.numel for grid in grids)]
+    parts = threads_for(ends[-1], THREAD_ELEMENTS)
+    if parts == 1:
+        return [[(number, Span(0, grid.bands)) for number, grid in enumerate(grids)]]
+
+    def band_at(number: int, part: int) -> int:
+        within = min(max(ends[-1] * part // parts - ends[number], 0), grids[number].numel)
+        return grids[number].bands * within // grids[number].numel
+
+    found = [
+        [(number, Span(band_at(number, part), band_at(number, part + 1))) for number in range(len(grids))]
+        for part in range(parts)
+    ]
+    kept = [[(number, span) for number, span in share if span.first < span.last] for share in found]
+    return [share for share in kept if share]
 
 
 def extent(shape: Sequence[int]) -> tuple[int, int]:
@@ -214,7 +231,7 @@ def held_part(
     spec: TensorSpec,
     views: Sequence[TensorView],
     read: Callable[[], Bits],
-    in_place: Callable[[], AbstractContextManager[Matrix]] | None = None,
+    in_place: InPlace | None = None,
 ) -> BaseTensor:
     """Return the part of a tensor that views without overlap cover.
 

@@ -1,7 +1,7 @@
 """``LiveBaseReader`` reads base bits from a rank's live model, in checkpoint order."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from vllm_delta_sync.codec.tiles.grid import CutTileError, TensorView, covered_r
 from vllm_delta_sync.engine.model.route import region_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Matrix
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Matrix
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 STRIP_COLUMNS = 128
@@ -48,8 +48,8 @@ class LiveBaseReader:
         spec = self._routes.table[tensor]
         return held_part(spec, _held_views(self._routes, tensor), partial(self._copy, tensor), self._in_place(tensor))
 
-    def _in_place(self, tensor: int) -> Callable[[], AbstractContextManager[Matrix]] | None:
-        """Return how to read a tensor's part without a copy, if it is one rectangle with adjacent columns."""
+    def _in_place(self, tensor: int) -> InPlace | None:
+        """Return a tensor's part where it is, if that is one rectangle with adjacent columns in host memory."""
         _, columns = extent(self._routes.table[tensor].shape)
         routes = self._routes.routes[tensor]
         if len({route.source for route in routes}) != 1:
@@ -67,12 +67,7 @@ class LiveBaseReader:
                 return None
         if destination.flat.device.type != "cpu":
             return None
-        return partial(self._matrix, Matrix(destination.bits, target.offset - row * stride - column, stride))
-
-    @contextmanager
-    def _matrix(self, matrix: Matrix) -> Iterator[Matrix]:
-        with self.reading():
-            yield matrix
+        return InPlace(Matrix(destination.bits, target.offset - row * stride - column, stride), self.reading)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
