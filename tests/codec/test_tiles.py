@@ -275,6 +275,7 @@ def test_threads_write_and_read_the_same(threads: int, codec: Codec, monkeypatch
         assert_same(decode(data, table, CONTEXT, whole(old)), alone)
         for elements in (1, 100_000):
             monkeypatch.setattr(coder, "GROUP_ELEMENTS", elements)
+            assert encoded(table, old, new, codec) == data
             assert_same(decode(data, table, CONTEXT, whole(old)), alone)
     assert_same(changes_between(table, old, new), alone)
 

@@ -6,7 +6,7 @@ magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,7 +43,7 @@ THREAD_CHANGES = 16 * 1024
 PIECE_CHANGES = 64 * 1024
 """Changes of a large tensor that are coded at once: what bounds the memory."""
 GROUP_ELEMENTS = 8 * 1024 * 1024
-"""Elements of tensors that are decoded at once, but for a larger one; copies of their old bits are held together."""
+"""Elements of tensors that are coded at once, but for a larger one; copies of their old bits are in memory together."""
 SMALL_ELEMENTS = 64 * 1024
 """Tensors with fewer elements are plain: they are few of a model's, and ranks may divide them finer than tiles."""
 SAMPLED_ELEMENTS = 256 * 1024
@@ -107,21 +107,26 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
     found = _Gaps.of(group.positions.size, sum(grid_of(spec.shape).tiles for spec in specs), group.element)
     plain = np.ones(found.sizes.size, np.bool_)
     classes, limits = bool(thresholds.any()), key_limits(thresholds, group.element)
-    start = tile = 0
+    start = tile = elements = 0
+    tensors: list[_OldTensor] = []
     for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
         grid = grid_of(spec.shape)
-        changed, tiles = slice(start, start + count), slice(tile, tile + grid.tiles)
+        changed, tiles = Span(start, start + count), slice(tile, tile + grid.tiles)
         start, tile = start + count, tile + grid.tiles
         bits = np.empty(0, group.element.uint)
         # Without classes, all tiles are plain, and need no old bits.
         if old is not None and classes and spec.numel >= SMALL_ELEMENTS:
             base = old(tensor)
-            bits = checked(base, spec, group.element)
+            bits = np.ascontiguousarray(checked(base, spec, group.element))
             plain[tiles] = False
             if base.rectangles is not None:
                 plain[tiles] = (grid.covered(base.rectangles) != grid.covered(None)).reshape(-1)
-        into = _Gaps(found.kinds[changed], found.gaps[changed], found.values[changed], found.sizes[tiles])
-        _find_gaps(bits, grid, limits, plain[tiles], group.positions[changed], group.data[changed], group.element, into)
+        if elements and elements + spec.numel > GROUP_ELEMENTS:
+            _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
+            tensors, elements = [], 0
+        tensors.append(_OldTensor(bits, grid, tiles.start, changed))
+        elements += spec.numel
+    _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
     lengths, sizes, streams = _coded(found)
     return {
         "ids": ("U32", group.ids),
@@ -198,45 +203,67 @@ class LargeTensor:
 
     def _gaps_of(self, span: Span, positions: Positions, distances: Bits) -> _Gaps:
         """Return the gaps of some bands, or of some tiles of a tensor of one row."""
+        from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+
         grid, element = self._grid, self._spec.element
         if grid.is_row:
             grid, span = Grid(grid.row_edges, grid.column_edges[span.first : span.last + 1]), Span(0, 1)
         found = _Gaps.of(positions.size, (span.last - span.first) * grid.across, element)
-        _find_gaps_of(
-            np.empty(0, element.uint), grid, span, np.zeros(CLASSES, element.uint),
-            np.ones(found.sizes.size, np.bool_), positions, distances, element, found,
+        edges, edges_at = _edges_of([grid])
+        kernels.gaps_of_tensors(
+            np.array([(0, 0, *edges_at, 0, *span, 0, positions.size)]), edges, magnitude_mask(element),
+            np.zeros(CLASSES, element.uint), np.ones(found.sizes.size, np.bool_), positions, distances, *found,
         )  # fmt: skip
         return found
 
 
+class _OldTensor(NamedTuple):
+    """Old bits of a tensor in a block, its first tile there, and its changes."""
+
+    bits: Bits
+    grid: Grid
+    tile: int
+    changed: Span
+
+
 def _find_gaps(
-    bits: Bits, grid: Grid, limits: npt.NDArray[np.unsignedinteger], plain: npt.NDArray[np.bool_], positions: Positions,
-    distances: Bits, element: DType, into: _Gaps,
+    tensors: list[_OldTensor], limits: npt.NDArray[np.unsignedinteger], plain: npt.NDArray[np.bool_],
+    positions: Positions, distances: Bits, element: DType, into: _Gaps,
 ) -> None:  # fmt: skip
-    """Write the gaps of a tensor, on several threads if it is large."""
+    """Write the gaps of some tensors, on several threads if they are large.
 
-    def run(span: Span) -> None:
-        ends = [int(grid.row_edges[band]) * grid.columns for band in span]
-        changed = slice(*np.searchsorted(positions, ends).tolist())
-        tiles = slice(span.first * grid.across, span.last * grid.across)
-        mine = _Gaps(into.kinds[changed], into.gaps[changed], into.values[changed], into.sizes[tiles])
-        _find_gaps_of(bits, grid, span, limits, plain[tiles], positions[changed], distances[changed], element, mine)
-
-    on_threads(run, [share[0][1] for share in shares_of_threads([grid])])
-
-
-def _find_gaps_of(
-    bits: Bits, grid: Grid, span: Span, limits: npt.NDArray[np.unsignedinteger],
-    plain: npt.NDArray[np.bool_], positions: Positions, distances: Bits, element: DType, into: _Gaps,
-) -> None:  # fmt: skip
-    """Write the gaps of some bands."""
+    Args:
+        plain, positions, distances, into: of the block.
+    """
     from vllm_delta_sync.codec.tiles import encode_kernels as kernels
-    from vllm_delta_sync.format.kernels import read_only
 
-    kernels.gaps_of_bands(
-        read_only(bits), grid.row_edges, grid.column_edges, *span, magnitude_mask(element), limits, plain,
-        positions, distances, *into,
-    )  # fmt: skip
+    grids = [tensor.grid for tensor in tensors]
+    edges, edges_at = _edges_of(grids)
+    parts = []
+    for share in shares_of_threads(grids):
+        jobs = []
+        for number, span in share:
+            bits, grid, tile, (start, stop) = tensors[number]
+            if span.last - span.first < grid.bands:
+                ends = [int(grid.row_edges[band]) * grid.columns for band in span]
+                start, stop = (start + np.searchsorted(positions[start:stop], ends)).tolist()
+            address = bits.__array_interface__["data"][0]
+            tile += span.first * grid.across
+            jobs.append((address, bits.size, *edges_at[2 * number : 2 * number + 3], tile, *span, start, stop))
+        parts.append(np.array(jobs, np.int64))
+
+    def run(jobs: npt.NDArray[np.int64]) -> None:
+        kernels.gaps_of_tensors(
+            jobs, edges, magnitude_mask(element), limits, plain, positions, distances, *into
+        )  # fmt: skip
+
+    on_threads(run, parts)
+
+
+def _edges_of(grids: Sequence[Grid]) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """Return the row and column edges of each grid, one after the other, and where each begins, then the end."""
+    each = [edges for grid in grids for edges in (grid.row_edges, grid.column_edges)]
+    return np.concatenate(each), [0, *itertools.accumulate(edges.size for edges in each)]
 
 
 def _coded(
@@ -575,10 +602,7 @@ class TilesBlock:
             grids.append(grid)
             matrices.append(matrix)
         rooms = [int(self.directory.counts[row]) for row, _ in group]
-        # Where each tensor's edges begin: those of rows, those of columns.
-        sizes = [edge.size for grid in grids for edge in (grid.row_edges, grid.column_edges)]
-        edges = np.concatenate([edge for grid in grids for edge in (grid.row_edges, grid.column_edges)])
-        edges_at = [0, *itertools.accumulate(sizes)]
+        edges, edges_at = _edges_of(grids)
         parts: list[_Part] = []
         for share in shares_of_threads(grids):
             jobs = [

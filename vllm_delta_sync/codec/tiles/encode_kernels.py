@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
 
 import numpy as np
+from numba import carray
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, OTHERS, PLAIN
@@ -18,7 +19,7 @@ from vllm_delta_sync.codec.tiles.shared_kernels import (
     token_of,
     words_of,
 )
-from vllm_delta_sync.format.kernels import ONE, PIECE, ZERO, _compile, ones, prefetch
+from vllm_delta_sync.format.kernels import ONE, PIECE, ZERO, _compile, ones, pointer, prefetch
 
 AHEAD = 16
 """Number of samples by which prefetching is ahead of counting: they lie too far apart for the processor's own."""
@@ -69,6 +70,27 @@ def count_tokens(bits, positions, distances, magnitudes, shift, counts):
             prefetch(bits, np.uint64(positions[i + PIECE]))
         key = np.uint64(bits[np.uint64(positions[i])] & magnitudes) >> shift
         counts[key, min(token_of(np.uint64(zigzag_of(distances[i])) - ONE), last)] += 1
+
+
+@_compile
+def gaps_of_tensors(jobs, edges, magnitudes, limits, plain, positions, distances, kinds, gaps, values, sizes):
+    """Write the classes, gaps and values of the changes in bands of some tensors of a block.
+
+    Args:
+        jobs: (n, 10) int64, each for one tensor: address and number of its old bits; in ``edges`` the first row edge,
+            the first column edge, and the end; the first tile of the bands in the block; first and last band; first and
+            last of their changes.
+        plain: (tiles of the block,) bool. positions, distances: of all changes of the block.
+        kinds, gaps, values, sizes: output, as that of ``gaps_of_bands``, but of the block.
+    """
+    for job in range(jobs.shape[0]):
+        rows_at, columns_at, end, tile = jobs[job, 2], jobs[job, 3], jobs[job, 4], jobs[job, 5]
+        start, stop = jobs[job, 8], jobs[job, 9]
+        gaps_of_bands(
+            carray(pointer(jobs[job, 0]), jobs[job, 1], distances.dtype), edges[rows_at:columns_at],
+            edges[columns_at:end], jobs[job, 6], jobs[job, 7], magnitudes, limits, plain[tile:], positions[start:stop],
+            distances[start:stop], kinds[start:stop], gaps[start:stop], values[start:stop], sizes[tile:],
+        )  # fmt: skip
 
 
 @_compile
