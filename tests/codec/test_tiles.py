@@ -1,7 +1,9 @@
 """Blocks of kind tiles: what is encoded comes back bit for bit, and as docs/FORMAT.md reads it, in few bytes."""
 
 import tracemalloc
+import weakref
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.kernels import read_only
 from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, Rectangle
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 SHAPES = st.one_of(
@@ -278,6 +280,30 @@ def test_threads_write_and_read_the_same(threads: int, codec: Codec, monkeypatch
             assert encoded(table, old, new, codec) == data
             assert_same(decode(data, table, CONTEXT, whole(old)), alone)
     assert_same(changes_between(table, old, new), alone)
+
+
+@pytest.mark.parametrize("part", [None, ((0, 1024, 0, 64),)], ids=["whole", "a part"])
+def test_old_bits_of_large_tensors_are_not_held_at_once(
+    part: tuple[Rectangle, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coder, "GROUP_ELEMENTS", 1)
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", (2048, 64)) for i in range(4)])
+    old, new = all_trained(table, 0.05)
+    made: list[weakref.ref[Bits]] = []
+    held = []
+
+    def copy(tensor: int) -> Bits:
+        held.append(sum(bits() is not None for bits in made))
+        found = old[tensor].copy()
+        made.append(weakref.ref(found))
+        return found
+
+    with classes_at([0x20, 0x40, 0x60]):
+        changes = changes_between(table, old, new)
+        data = encode(changes, table, "tiled", "zstd", CONTEXT, lambda tensor: BaseTensor(copy(tensor), part))
+        assert held == [0] * 8
+        decode(data, table, CONTEXT, lambda tensor: BaseTensor(partial(copy, tensor), part))
+        assert held == [0] * 12
 
 
 def test_a_block_ends_where_its_tables_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

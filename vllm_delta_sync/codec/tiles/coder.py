@@ -113,7 +113,11 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
         grid = grid_of(spec.shape)
         changed, tiles = Span(start, start + count), slice(tile, tile + grid.tiles)
         start, tile = start + count, tile + grid.tiles
-        bits = np.empty(0, group.element.uint)
+        # Before the next bits are read, so that two large tensors are never held at once.
+        if elements and elements + spec.numel > GROUP_ELEMENTS:
+            _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
+            tensors, elements = [], 0
+        base, bits = None, np.empty(0, group.element.uint)
         # Without classes, all tiles are plain, and need no old bits.
         if old is not None and classes and spec.numel >= SMALL_ELEMENTS:
             base = old(tensor)
@@ -121,9 +125,6 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
             plain[tiles] = False
             if base.rectangles is not None:
                 plain[tiles] = (grid.covered(base.rectangles) != grid.covered(None)).reshape(-1)
-        if elements and elements + spec.numel > GROUP_ELEMENTS:
-            _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
-            tensors, elements = [], 0
         tensors.append(_OldTensor(bits, grid, tiles.start, changed))
         elements += spec.numel
     _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
@@ -352,15 +353,18 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
             kernels.count_keys(bits, step, *how, sampled)
         else:
             rows, columns = extent(spec.shape)
-            matrix, held = bits.reshape(rows, columns), 0
+            held, rows_apart = 0, max(1, step // 64)
             for top, bottom, left, right in base.rectangles:
                 held += (bottom - top) * (right - left)
-                rows_apart = max(1, step // 64)
-                part = np.ascontiguousarray(matrix[top:bottom:rows_apart, left:right]).reshape(-1)
+                within = bits.reshape(rows, columns)[top:bottom:rows_apart, left:right]
+                part = np.ascontiguousarray(within).reshape(-1)
                 kernels.count_keys(read_only(part), 1, *how, sampled)
+                del within, part
         owned += sampled * (held / max(1, int(sampled.sum())))
         found = np.ascontiguousarray(group.positions[sample]), np.ascontiguousarray(group.data[sample])
         kernels.count_tokens(bits, *found, *how, tokens)
+        # Before the next bits are read.
+        del base, bits
     tokens *= every
     return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens)
 
