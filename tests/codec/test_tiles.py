@@ -1,9 +1,12 @@
 """Blocks of kind tiles: what is encoded comes back bit for bit, and as docs/FORMAT.md reads it, in few bytes."""
 
+import gc
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,6 +307,40 @@ def test_old_bits_of_large_tensors_are_not_held_at_once(
         assert held == [0] * 8
         decode(data, table, CONTEXT, lambda tensor: BaseTensor(partial(copy, tensor), part))
         assert held == [0] * 12
+
+
+def test_threads_that_go_on_after_an_interrupt_have_their_old_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt hits the thread that waits for the others; what it raises frees what that thread alone has."""
+    table, old, new = one_step((1536, 384), 1)
+    data, loop, ends = encoded(table, [old], [new]), decode_kernels.decode_tensors, threading.Event()
+    freed: list[bool] = []
+
+    def base(tensor: int) -> BaseTensor:
+        copied = old.copy()
+        weakref.finalize(copied, lambda: freed.append(ends.is_set()))
+        return BaseTensor(copied)
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            ends.wait()
+        return loop(*arguments)
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with many_threads(2), monkeypatch.context() as patch:
+        patch.setattr(decode_kernels, "decode_tensors", late)
+        patch.setattr(threading.Thread, "join", interrupted)
+        others = set(threading.enumerate())
+        with pytest.raises(KeyboardInterrupt):
+            decode(data, table, CONTEXT, base)
+        (thread,) = set(threading.enumerate()) - others
+    gc.collect()
+    ends.set()
+    thread.join()
+    del thread
+    gc.collect()
+    assert freed == [True]
 
 
 def test_a_block_ends_where_its_tables_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -442,8 +442,8 @@ class _DecodingBatch(NamedTuple):
     streams: npt.NDArray[np.uint8]
 
 
-_Part = tuple[list[tuple[int, Span]], npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[Positions, Bits]]
-"""What one thread decodes: its share, jobs, how many elements it found in each, and room for them."""
+_Part = tuple[list[tuple[int, Span]], npt.NDArray[np.int64], tuple[Positions, Bits]]
+"""What one thread decodes: its share, how many elements it found of each tensor, and room for them."""
 
 
 @dataclass
@@ -609,6 +609,14 @@ class TilesBlock:
         edges, edges_at = _edges_of(grids)
         parts: list[_Part] = []
         for share in shares_of_threads(grids):
+            room = sum(rooms[number] for number, _ in share)
+            # Of several shares, only the first one's place is known; memory is used as far as it is written.
+            place = (np.empty(room, np.int64), np.empty(room, element.uint)) if parts else into
+            parts.append((share, np.zeros(len(share), np.int64), place))
+
+        def run(part: _Part) -> tuple[int, int, int]:
+            share, counts, place = part
+            # Here, since a thread that goes on after an interrupt must have the arrays whose addresses it is given.
             jobs = [
                 (
                     matrices[number].flat.__array_interface__["data"][0], matrices[number].flat.size,
@@ -617,16 +625,9 @@ class TilesBlock:
                 )
                 for number, span in share
             ]  # fmt: skip
-            room = sum(rooms[number] for number, _ in share)
-            # Of several shares, only the first one's place is known; memory is used as far as it is written.
-            place = (np.empty(room, np.int64), np.empty(room, element.uint)) if parts else into
-            parts.append((share, np.array(jobs, np.int64), np.zeros(len(share), np.int64), place))
-
-        def run(part: _Part) -> tuple[int, int, int]:
-            _, jobs, counts, place = part
             return kernels.decode_tensors(
-                jobs, edges, batch.magnitudes, batch.limits, batch.wanted, batch.coded, batch.starts, self._sizes,
-                batch.streams, self._tables, *place, counts,
+                np.array(jobs, np.int64), edges, batch.magnitudes, batch.limits, batch.wanted, batch.coded,
+                batch.starts, self._sizes, batch.streams, self._tables, *place, counts,
             )  # fmt: skip
 
         with reading():
@@ -635,13 +636,13 @@ class TilesBlock:
             if error < 0:
                 self.coded(group[share[job][0]][0]).refuse(error, tile)
         totals = np.zeros(len(group), np.int64)
-        for share, _, counts, _ in parts:
+        for share, counts, _ in parts:
             np.add.at(totals, [number for number, _ in share], counts)
         for (row, base), total, room in zip(group, totals.tolist(), rooms, strict=True):
             if total > room or (total != room and (base is None or base.rectangles is None)):
                 self.coded(row).refuse(total, 0)
         start = 0
-        for number, (_, _, counts, place) in enumerate(parts):
+        for number, (_, counts, place) in enumerate(parts):
             found = int(counts.sum())
             if number:
                 into[0][start : start + found], into[1][start : start + found] = place[0][:found], place[1][:found]
