@@ -1,6 +1,7 @@
 """The grid of tiles: it parts each tensor, follows from its shape alone, and usual ranks cut no tile of it."""
 
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,6 +177,20 @@ def test_threads_share_all_bands_in_order(shapes: list[tuple[int, ...]], threads
     assert bands == [(number, band) for number, grid in enumerate(grids) for band in range(grid.bands)]
     assert all(share and all(span.first < span.last for _, span in share) for share in shares)
     assert 1 <= len(shares) <= threads
+
+
+def test_threads_share_small_tensors_without_a_look_at_each_for_each_thread() -> None:
+    looks = 0
+
+    class Grids(list[Grid]):
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(place)
+
+    with many_threads(4):
+        assert len(shares_of_threads(Grids([grid_of((64,))] * 1000))) == 4
+    assert looks < 100
 
 
 def test_threads_have_about_as_much_to_do() -> None:

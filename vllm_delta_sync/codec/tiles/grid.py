@@ -6,6 +6,7 @@ one row. Rows form slabs (such as the experts of a stacked tensor), which no til
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -111,19 +112,19 @@ def shares_of_threads(grids: Sequence[Grid]) -> list[list[tuple[int, Span]]]:
     """Return what threads code side by side: for each one, tensors by number, and which of their bands."""
     ends = [0, *itertools.accumulate(grid.numel for grid in grids)]
     parts = threads_for(ends[-1], THREAD_ELEMENTS)
-    if parts == 1:
-        return [[(number, Span(0, grid.bands)) for number, grid in enumerate(grids)]]
 
-    def band_at(number: int, part: int) -> int:
-        within = min(max(ends[-1] * part // parts - ends[number], 0), grids[number].numel)
-        return grids[number].bands * within // grids[number].numel
+    def start(part: int) -> tuple[int, int]:
+        """Return tensor and band."""
+        element = ends[-1] * part // parts
+        number = min(bisect_right(ends, element), len(grids)) - 1
+        return number, grids[number].bands * (element - ends[number]) // (ends[number + 1] - ends[number])
 
-    found = [
-        [(number, Span(band_at(number, part), band_at(number, part + 1))) for number in range(len(grids))]
-        for part in range(parts)
-    ]
-    kept = [[(number, span) for number, span in share if span.first < span.last] for share in found]
-    return [share for share in kept if share]
+    found = []
+    for (first, top), (last, bottom) in pairwise(map(start, range(parts + 1))):
+        bands = [grid.bands for grid in grids[first:last]] + [bottom]
+        share = [(first + number, Span(0 if number else top, end)) for number, end in enumerate(bands)]
+        found.append([(number, span) for number, span in share if span.first < span.last])
+    return [share for share in found if share]
 
 
 def extent(shape: Sequence[int]) -> tuple[int, int]:
