@@ -4,6 +4,7 @@ A reader first reads and checks the directories of all blocks (which tensors, ho
 when they are asked for, from compressed bytes that stay in their memory map.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -328,9 +329,9 @@ class TilesReader:
         """
         rows, self.row = range(self.row, last), last
         old = self._old
-        wanted = [(row, None if old is None else old(int(self.directory.ids[row]))) for row in rows]
+        found = ((row, None if old is None else old(int(self.directory.ids[row]))) for row in rows)
         # Of a model of experts a rank holds few tensors, and needs no tables of blocks without them.
-        wanted = [(row, base) for row, base in wanted if base is None or base.rectangles != ()]
+        wanted = deque((row, base) for row, base in found if base is None or base.rectangles != ())
         if not wanted:
             self._tables = None if last == self.directory.ids.size else self._tables
             return Sparse.empty(self._block.element, relative=True)

@@ -6,6 +6,7 @@ magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -524,12 +525,12 @@ class TilesBlock:
             self._plain[tiles], self._starts[tiles], self._sizes[tiles], self._streams, self._what,
         )  # fmt: skip
 
-    def take(self, wanted: list[tuple[int, BaseTensor | None]]) -> Sparse:
+    def take(self, wanted: deque[tuple[int, BaseTensor | None]]) -> Sparse:
         """Decode tensors of the block, limited to the parts whose base bits are there.
 
         Args:
             wanted: their numbers in the directory, ascending, and base bits; None decodes a whole tensor whose tiles
-                are plain. The list is empty afterwards, so that bits are freed one by one.
+                are plain. Empty afterwards, so that bits are freed on the way.
 
         Raises:
             FormatError: a stream is damaged, or was made against other bits.
@@ -559,7 +560,7 @@ class TilesBlock:
             group: list[tuple[int, BaseTensor | None]] = []
             elements = 0
             while wanted and (not group or elements + self.directory.numels[wanted[0][0]] <= GROUP_ELEMENTS):
-                group.append(wanted.pop(0))
+                group.append(wanted.popleft())
                 elements += int(self.directory.numels[group[-1][0]])
             found = self._decode(group, batch, (positions[used:], distances[used:]))
             counts[done : done + len(group)] = found
