@@ -343,6 +343,20 @@ def test_threads_that_go_on_after_an_interrupt_have_their_old_bits(monkeypatch: 
     assert freed == [True]
 
 
+def test_tensors_are_decoded_without_a_look_at_all_tiles_of_their_block() -> None:
+    """What is looked at is copied, and so seen as memory: a block may have millions of tiles, and be read in pieces."""
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", (64,)) for i in range(40_000)])
+    old = [np.zeros(64, np.uint16)] * len(table)
+    reader = DeltaReader(encoded(table, old, [bits + 1 for bits in old], "tiled", "none"), table, CONTEXT, whole(old))
+    assert reader.take("BF16", 1)[0].positions.size == 64
+    tracemalloc.start()
+    try:
+        assert reader.take("BF16", 2)[0].positions.size == 64
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(table)
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_block_ends_where_its_tables_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coder, "BLOCK_CHANGES", 1000)
     table = TensorTable([TensorSpec(f"t{i}", "BF16", (700,)) for i in range(5)])

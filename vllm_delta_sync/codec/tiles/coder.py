@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -431,15 +432,18 @@ class _DecodingBatch(NamedTuple):
 
     Attributes:
         magnitudes, limits: see ``mask_tiles``.
-        wanted: (tiles of the block,) whether to decode a tile, which has changes. coded: and whether it is not plain.
-        starts: (tiles of the block,) first bit in ``streams`` of each stream. streams: PADDING bytes follow.
+        first: number in the block of the first of the tensors' tiles.
+        wanted: (tiles,) whether to decode a tile, which has changes. coded: and whether it is not plain.
+        starts, sizes: (tiles,) first bit in ``streams``, and bits, of each stream. streams: PADDING bytes follow.
     """
 
     magnitudes: np.unsignedinteger
     limits: npt.NDArray[np.unsignedinteger]
+    first: int
     wanted: npt.NDArray[np.bool_]
     coded: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
     streams: npt.NDArray[np.uint8]
 
 
@@ -512,7 +516,7 @@ class TilesBlock:
             streams, decoding(lengths.copy()),
         )  # fmt: skip
 
-    @property
+    @cached_property
     def all_plain(self) -> bool:
         """Whether no tile needs old bits."""
         return bool(np.all(self._plain | (self._sizes == 0)))
@@ -547,13 +551,14 @@ class TilesBlock:
         positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
         counts, used = np.zeros(len(rows), np.int64), 0
         tiles = slice(self._firsts[rows[0]], self._firsts[rows[-1] + 1])
-        begin, end = int(self._starts[tiles][0]) >> 3, (int((self._starts + self._sizes)[tiles][-1]) + 7) >> 3
+        starts, sizes = self._starts[tiles], self._sizes[tiles]
+        begin, end = int(starts[0]) >> 3, (int(starts[-1] + sizes[-1]) + 7) >> 3
         payload = self._streams[begin : end + kernels.PADDING]
         if payload.size < end - begin + kernels.PADDING:
             payload = np.concatenate([payload, np.zeros(kernels.PADDING, np.uint8)])
         batch = _DecodingBatch(
-            magnitude_mask(element), key_limits(self._thresholds, element), self._sizes > 0,
-            ~self._plain & (self._sizes > 0), self._starts - 8 * begin, read_only(payload),
+            magnitude_mask(element), key_limits(self._thresholds, element), tiles.start, sizes > 0,
+            ~self._plain[tiles] & (sizes > 0), starts - 8 * begin, sizes, read_only(payload),
         )  # fmt: skip
         done = 0
         while wanted:
@@ -583,9 +588,11 @@ class TilesBlock:
         element = self._block.element
         grids, matrices = [], []
         reading: Callable[[], AbstractContextManager[None]] = nullcontext
-        for row, base in group:
-            spec, tiles = self._table[int(self.directory.ids[row])], slice(self._firsts[row], self._firsts[row + 1])
+        firsts = [self._firsts[row] - batch.first for row, _ in group]
+        for (row, base), first in zip(group, firsts, strict=True):
+            spec = self._table[int(self.directory.ids[row])]
             grid = grid_of(spec.shape)
+            tiles = slice(first, first + grid.tiles)
             if base is not None and base.rectangles is not None:
                 covered = grid.covered(base.rectangles).reshape(-1)
                 batch.wanted[tiles] &= covered > 0
@@ -622,13 +629,13 @@ class TilesBlock:
                 (
                     matrices[number].flat.__array_interface__["data"][0], matrices[number].flat.size,
                     matrices[number].origin, matrices[number].stride, *edges_at[2 * number : 2 * number + 3],
-                    self._firsts[group[number][0]], *span, rooms[number],
+                    firsts[number], *span, rooms[number],
                 )
                 for number, span in share
             ]  # fmt: skip
             return kernels.decode_tensors(
                 np.array(jobs, np.int64), edges, batch.magnitudes, batch.limits, batch.wanted, batch.coded,
-                batch.starts, self._sizes, batch.streams, self._tables, *place, counts,
+                batch.starts, batch.sizes, batch.streams, self._tables, *place, counts,
             )  # fmt: skip
 
         with reading():

@@ -93,9 +93,9 @@ def decode_tensors(
 
     Args:
         jobs: (n, 11) int64, each the arguments of ``decode_bands`` for one tensor: address and number of its old bits,
-            origin, stride; in ``edges`` the first row edge, the first column edge, and the end; its first tile in the
-            block; first and last band; and for how many elements there is room.
-        wanted, coded, starts, sizes: as for ``decode_bands``, but of the block.
+            origin, stride; in ``edges`` the first row edge, the first column edge, and the end; its first tile; first
+            and last band; and for how many elements there is room.
+        wanted, coded, starts, sizes: as for ``decode_bands``, but of all these tensors and others.
         positions, distances: output, of the elements of one tensor after the other; room for all.
         counts: (n,) int64 output: elements of each.
 
