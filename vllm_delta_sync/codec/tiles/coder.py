@@ -242,8 +242,9 @@ def _find_gaps(
 
     grids = [tensor.grid for tensor in tensors]
     edges, edges_at = _edges_of(grids)
-    parts = []
-    for share in shares_of_threads(grids):
+
+    def run(share: list[tuple[int, Span]]) -> None:
+        # Here, since a thread that goes on after an interrupt must have the arrays whose addresses it is given.
         jobs = []
         for number, span in share:
             bits, grid, tile, (start, stop) = tensors[number]
@@ -253,14 +254,11 @@ def _find_gaps(
             address = bits.__array_interface__["data"][0]
             tile += span.first * grid.across
             jobs.append((address, bits.size, *edges_at[2 * number : 2 * number + 3], tile, *span, start, stop))
-        parts.append(np.array(jobs, np.int64))
-
-    def run(jobs: npt.NDArray[np.int64]) -> None:
         kernels.gaps_of_tensors(
-            jobs, edges, magnitude_mask(element), limits, plain, positions, distances, *into
-        )  # fmt: skip
+            np.array(jobs, np.int64), edges, magnitude_mask(element), limits, plain, positions, distances, *into
+        )
 
-    on_threads(run, parts)
+    on_threads(run, shares_of_threads(grids))
 
 
 def _edges_of(grids: Sequence[Grid]) -> tuple[npt.NDArray[np.int64], list[int]]:
