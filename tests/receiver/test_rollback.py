@@ -84,6 +84,21 @@ def test_version_outside_the_log_is_gone_back_to_through_the_chain(world: World,
     assert world.receiver.status()["undo"] == ([] if undo_bytes == 0 else [0])
 
 
+def test_version_of_a_run_that_replaced_the_served_one_is_not_rolled_back_to(tmp_path: Path) -> None:
+    """It has the number that was asked for, and weights that were never meant."""
+    world = World(tmp_path)
+    world.follow(undo_bytes=0)
+    seen = world.follow_each(3)
+    shutil.rmtree(world.url)
+    World(tmp_path / "other", with_base=False, url=world.url).train(4, 5, 6)
+    with pytest.raises(ChainError, match="nothing was rolled back"):
+        world.receiver.rollback(2)
+    world.expect_bits(seen[3])
+    assert not world.receiver.status()["holding"]
+    world.receiver.advance()
+    assert world.receiver.served_version == 3
+
+
 def test_pause_that_runs_out_on_the_way_back_through_the_chain(world: World) -> None:
     """What is taken back then is what was just left, not what the log holds of before."""
     world.follow(undo_bytes=10**9)

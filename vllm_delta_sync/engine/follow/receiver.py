@@ -267,8 +267,13 @@ class Receiver:
         self._poll()
         self._restore_served()
         served = self.served_version
+        if served is None:
+            raise ChainError(
+                f"another run, {self.run_id}, is in the place of the one served, so nothing was rolled back; POST "
+                f'/delta_sync/sync {{"version": {version}}} serves that version of it'
+            )
         self._check_requested(version, None)
-        if served is not None and version > served:
+        if version > served:
             raise ChainError(
                 f'version {version} is newer than the served version {served}; POST /delta_sync/sync {{"version": '
                 f"{version}}} goes forward"
