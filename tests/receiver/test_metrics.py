@@ -79,6 +79,22 @@ def test_gauges_follow_the_status(tmp_path: Path) -> None:
     assert (sample("lag_versions"), sample("served_version"), sample("ready")) == (1, 0, 0)
 
 
+@pytest.mark.parametrize(("target", "lag"), [("1", 0.0), ("tag:best", None), ("head", 2.0)])
+def test_lag_counts_up_to_the_version_that_the_target_names(tmp_path: Path, target: str, lag: float | None) -> None:
+    """Or the alert DeltaSyncLagging fires for a server that is where its operator wants it."""
+    world = World(tmp_path)
+    world.train(1)
+    set_tag(open_run(world.url), "best", 1)
+    world.follow(target=target)
+    world.receiver.board.export_metrics()
+    world.receiver.advance()
+    world.train(2)
+    world.train(3)
+    world.receiver.observe()  # as with policy manual
+    shown = sample("lag_versions")
+    assert (None if shown != shown else shown) == lag
+
+
 def test_a_quarantined_head_is_shown_until_a_sound_version_follows(tmp_path: Path) -> None:
     chain = MarkedChain(tmp_path)
     server = Server(chain, chain.bits[0])

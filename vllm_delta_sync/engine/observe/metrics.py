@@ -42,7 +42,7 @@ GAUGES = {
     "served_step": "the trainer's step of that version; NaN until one is identified",
     "head_version": "newest version seen in the bucket; NaN before the first poll",
     "head_quarantined": "1 if that version is quarantined, else 0; NaN before the first poll",
-    "lag_versions": "versions between the one served and the newest that the target allows; NaN if either is unknown",
+    "lag_versions": "versions from the one served to the one that the target names; NaN if unknown, as with a tag",
     "ready": "1 if GET /delta_sync/ready answers 200, else 0",
     "undo_versions": "versions that a rollback can reach without the bucket",
     "look_timestamp_seconds": "Unix time at which the bucket was last read without an error; NaN before",

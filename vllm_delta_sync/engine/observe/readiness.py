@@ -21,7 +21,7 @@ def readiness(status: Answer, max_lag: int | None, asleep: bool) -> Answer:
 
 
 def _reasons(status: Answer, max_lag: int | None, asleep: bool) -> list[str]:
-    served, lag, state = _served(status), _lag(status), status["state"]
+    served, lag, state = _served(status), lag_to_target(status), status["state"]
     if state in FINAL_STATES:
         return [f"the state is {state}{_error(status)}; restart the server"]
     reasons = []
@@ -68,8 +68,8 @@ def _served(status: Answer) -> int | None:
     return None if point is None else point["version"]
 
 
-def _lag(status: Answer) -> int | None:
-    """Count the versions from the served one to the target; None if unknown."""
+def lag_to_target(status: Answer) -> int | None:
+    """Count the versions from the served one to the target; None if unknown, as where the target is a tag."""
     served, target = _served(status), str(status["target"])
     if served is None:
         return None

@@ -16,7 +16,7 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.middleware.usage import PROCESS
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.readiness import Answer, readiness
+from vllm_delta_sync.engine.observe.readiness import Answer, lag_to_target, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
@@ -196,14 +196,15 @@ class StatusBoard:
 
         def show() -> None:
             with self._lock:
-                ready = readiness(self._core_fields(), self._max_lag, self.asleep)["ready"]
+                standing = self._core_fields()
+                ready = readiness(standing, self._max_lag, self.asleep)["ready"]
                 served, head, polled = self.served, self.head, self.polled_at
                 values = {
                     "served_version": None if served is None else served.version,
                     "served_step": None if served is None else served.step,
                     "head_version": None if head is None else head.version,
                     "head_quarantined": None if head is None else head.quarantine is not None,
-                    "lag_versions": self._lag(),
+                    "lag_versions": lag_to_target(standing),
                     "undo_versions": len(self.undo),
                     "look_timestamp_seconds": None if polled is None else _wall_clock(polled),
                     "served_timestamp_seconds": None if served is None else _wall_clock(self._served_since[1]),
