@@ -135,6 +135,22 @@ def test_held_server_is_looked_after(world: World) -> None:
     world.expect_exact()
 
 
+@pytest.mark.parametrize(("policy", "remedy"), [("follow", "wait"), ("manual", "POST /delta_sync/sync")])
+def test_restart_is_not_the_remedy_where_weights_are_rebuilt(world: World, policy: str, remedy: str) -> None:
+    """As after sleep at level 2."""
+    world.follow(policy=policy)
+    world.follow_each(2)
+    world.models[0].norm.data.mul_(2.0)
+    world.port.ranks[0].note_external_write("wake_up")
+    with pytest.raises(FingerprintError):
+        world.receiver.advance()
+    (reason,) = world.receiver.status()["ready"]["reasons"]
+    assert reason.endswith(f"changed from outside (wake_up)); {remedy}: the weights are rebuilt from the bucket")
+    world.receiver.advance()
+    assert world.receiver.status()["ready"] == {"ready": True, "reasons": []}
+    world.expect_exact()
+
+
 def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> None:
     world.follow_each(1)
     world.receiver.hold()

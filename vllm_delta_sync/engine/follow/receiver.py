@@ -123,7 +123,7 @@ class Receiver:
     @property
     def can_repair(self) -> bool:
         """Whether weights were changed from outside and can be restored."""
-        return self._updater.repair_target is not None
+        return self.board.repair_target is not None
 
     def status(self) -> Answer:
         """Return the body of ``GET /delta_sync/status``."""
@@ -397,7 +397,6 @@ class Receiver:
         run = self.history.open()
         self.planner.reset()
         self._updater.rescan_cursor = RescanCursor([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
-        self._updater.repair_target = None
         self._last_skipped = -1
         if before is not None:
             logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
@@ -405,7 +404,14 @@ class Receiver:
         # Before the label is cleared, which may fail: the weights served are no version of this run. A refusal
         # concerned the other run. This one may not be complete yet.
         self.board.enter(
-            "waiting_for_run", run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False
+            "waiting_for_run",
+            run=run.info.run,
+            served=None,
+            head=None,
+            goal=None,
+            undo=[],
+            invalidated=False,
+            repair_target=None,
         )
         if known:
             self.port.label(None, None)
@@ -499,10 +505,10 @@ class Receiver:
 
     def _restore_served(self) -> bool:
         """Repair changed weights; returns whether it repaired."""
-        if self._updater.repair_target is None:
+        if self.board.repair_target is None:
             return False
         with self._reporting_errors():
-            self._repair_weights(self._updater.repair_target)
+            self._repair_weights(self.board.repair_target)
         self._save_order()
         return True
 
@@ -553,7 +559,7 @@ class Receiver:
         if self._orders is None:
             return
         configured, target, order = self._configured.target, self.settings.target, self._pending_order
-        held = (self.board.served or self._updater.repair_target) if self.board.holding else None
+        held = (self.board.served or self.board.repair_target) if self.board.holding else None
         run, version = (None, None) if held is None else (held.run, held.version)
         if order is not None and self.board.holding:
             run, version = order.run, order.version

@@ -60,7 +60,6 @@ class WeightUpdater:
 
     Attributes:
         rescan_cursor: which tensors to rescan beside each staging.
-        repair_target: the version served when weights were found changed from outside; None once repaired.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class WeightUpdater:
         self._ranks = ranks
         self._pause_state: State = "draining" if settings.pause_mode == "wait" else "committing"
         self.rescan_cursor = RescanCursor([], 0)
-        self.repair_target: Manifest | None = None
         self._failed_repairs = 0
         self._confirmed = True
         self._keeps_undo = True
@@ -111,7 +109,8 @@ class WeightUpdater:
     def invalidate(self, error: DeltaSyncError) -> None:
         """Record that the weights are no version, in the status and in spans, until they are identified again."""
         if isinstance(error, FingerprintError) and self._board.served is not None:
-            self.repair_target, self._failed_repairs = self._board.served, 0
+            self._failed_repairs = 0
+            self._board.set(repair_target=self._board.served)
         self._board.set(served=None, undo=[], invalidated=True)
         self._board.report_error(error, "refused")
         try:
@@ -135,11 +134,10 @@ class WeightUpdater:
         if not outcome["verdict"]:
             self._failed_repairs += 1
             if self._failed_repairs >= MAX_REPAIRS:
-                self.repair_target = None
+                self._board.set(repair_target=None)
             raise mismatch_error(target, outcome["mismatched"])
         self._port.label(target.version, target.run)
-        self.repair_target = None
-        self._board.set(served=target, invalidated=False)
+        self._board.set(served=target, invalidated=False, repair_target=None)
         self._confirm()
         metrics.count_move("repair", timings)
         logger.warning("%s", _repair_line(target, timings), extra=_line_fields("repaired", target, timings))

@@ -5,25 +5,29 @@ from typing import Any
 Answer = dict[str, Any]
 """A JSON document: a status, or the answer to a request."""
 FINAL_STATES = ("lost", "refused")
-"""States that only a restart ends."""
+"""States in which the server serves no version, and does not look for one."""
 SYNC = "POST /delta_sync/sync"
 RELEASE = "POST /delta_sync/release to follow again"
 
 
-def readiness(status: Answer, max_lag: int | None, asleep: bool) -> Answer:
+def readiness(status: Answer, max_lag: int | None, asleep: bool, repairable: bool = False) -> Answer:
     """Return ``ready`` and, where it is False, ``reasons``: short texts with cause and remedy.
 
     Args:
         status: as in ``GET /delta_sync/status``. max_lag: the setting. asleep: whether the engine sleeps.
+        repairable: whether weights were changed from outside, and the version before can be rebuilt.
     """
-    reasons = list(_reasons(status, max_lag, asleep))
+    reasons = list(_reasons(status, max_lag, asleep, repairable))
     return {"ready": not reasons, "reasons": reasons}
 
 
-def _reasons(status: Answer, max_lag: int | None, asleep: bool) -> list[str]:
+def _reasons(status: Answer, max_lag: int | None, asleep: bool, repairable: bool) -> list[str]:
     served, lag, state = _served(status), lag_to_target(status), status["state"]
     if state in FINAL_STATES:
-        return [f"the state is {state}{_error(status)}; restart the server"]
+        remedy = "restart the server"
+        if state == "refused" and repairable:
+            remedy = f"{SYNC if status['policy'] == 'manual' else 'wait'}: the weights are rebuilt from the bucket"
+        return [f"the state is {state}{_error(status)}; {remedy}"]
     reasons = []
     if asleep:
         reasons.append("the engine is asleep; wake it up (POST /wake_up)")

@@ -37,7 +37,9 @@ class StatusBoard:
         requests: those that may lead to another version, and are not answered yet.
         ahead_of_target: whether the served version is newer than the target.
         asleep: whether the engine's weights were out of memory when last asked.
-        invalidated: whether the weights were found to be no version. polls: how often the bucket was polled.
+        invalidated: whether the weights were found to be no version.
+        repair_target: the version served when weights were found changed from outside; None once repaired.
+        polls: how often the bucket was polled.
         rank_store_use: the ranks' use of stores, as of the last staging.
         receiver: this receiver's id, None if unset.
         listens: whether notices are set up. notice_heard_at: when the last one came, by the monotonic clock.
@@ -61,6 +63,7 @@ class StatusBoard:
         self.requests: set[Future[Any]] = set()
         self.ahead_of_target = False
         self.invalidated = False
+        self.repair_target: Manifest | None = None
         self.asleep = False
         self.ranks: list[Answer] = []
         self.undo: list[int] = []
@@ -157,7 +160,7 @@ class StatusBoard:
             return {
                 "run": self.run,
                 **standing,
-                "ready": readiness(standing, self._max_lag, self.asleep),
+                "ready": self._readiness(standing),
                 "undo": list(self.undo),
                 "ranks": list(self.ranks),
                 "timings_ms": dict(self.timings),
@@ -185,6 +188,9 @@ class StatusBoard:
             "requested": bool(self.requests),
         }
 
+    def _readiness(self, standing: Answer) -> Answer:
+        return readiness(standing, self._max_lag, self.asleep, self.repair_target is not None)
+
     def _lag(self) -> int | None:
         if self.served is None or self.head is None:
             return None
@@ -197,7 +203,7 @@ class StatusBoard:
         def show() -> None:
             with self._lock:
                 standing = self._core_fields()
-                ready = readiness(standing, self._max_lag, self.asleep)["ready"]
+                ready = self._readiness(standing)["ready"]
                 served, head, polled = self.served, self.head, self.polled_at
                 values = {
                     "served_version": None if served is None else served.version,
