@@ -404,6 +404,25 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     assert world.receiver.verify()["verdict"]
 
 
+class RefusingWorker(Worker):
+    """As vLLM's at level 2, with a pattern in ``sleep_preserve_parameter_names`` that matches nothing."""
+
+    def sleep(self, level: int = 1) -> None:
+        raise ValueError("No parameter matches sleep retention")
+
+
+def test_sleep_that_fails_does_not_stop_following(tmp_path: Path) -> None:
+    """vLLM wakes nothing up that has not fallen asleep."""
+    world = World(tmp_path)
+    world.receiver.advance()
+    rank, worker = world.port.ranks[0], RefusingWorker(world.model)
+    write_hooks.watch_writes(worker, world.model, rank.memory)
+    with pytest.raises(ValueError, match="retention"):
+        worker.sleep(2)
+    assert (rank.describe().asleep, rank.describe().external_writer) == (False, "sleep")
+    world.train_and_follow(1)
+
+
 class ExtendedWorker(WorkerExtension, Worker):
     """With the extension, and what that reads of vLLM's worker."""
 

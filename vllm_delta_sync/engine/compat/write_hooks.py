@@ -49,7 +49,13 @@ def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
             loses_weights = level > 1
             for listener in memory.listeners:
                 listener.leave_device()
-            return original(level)
+            try:
+                return original(level)
+            except BaseException:
+                # vLLM takes the engine for awake then, so that no wake-up follows.
+                note_write("sleep")
+                memory.asleep = loses_weights = False
+                raise
 
     def wake(original: Callable[..., Any], tags: list[str] | None = None) -> Any:
         nonlocal loses_weights
