@@ -3,8 +3,9 @@
 import logging
 import math
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import FailAt, Hooked, assert_holds, nothing
 from trainer_side import Budget, Gate, Publisher
+from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
+from trainer_side.model.sources import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
@@ -218,6 +223,25 @@ def test_gate_judges_what_is_sent(bucket: Hooked) -> None:
             found = publisher.publish(step, wait=True).held_back
             assert (0 if found is None else found.elements) == left
     assert_holds(bucket, 3, live)
+
+
+def test_holding_back_takes_as_long_for_the_last_of_many_tensors_as_for_the_first() -> None:
+    count, some = 40_000, 1_000
+    weights = torch.ones(count, 2)
+    live = live_tensors({f"{tensor:05}": weights[tensor] for tensor in range(count)})
+    baseline = Baseline.captured(live)
+    weights *= 2
+    with closing(Detector()) as detector:
+        pending = PendingDelta(baseline, "plain", "zstd", detector)
+        pending.add_all(live.read())
+        took = []
+        for tensors in (range(some), range(count - some, count)):
+            began = time.perf_counter()
+            for tensor in tensors:
+                pending.hold_back(tensor, np.array([True, False]))
+            took.append(time.perf_counter() - began)
+        assert pending.changed == 2 * count - 2 * some
+    assert took[1] < 3 * took[0]
 
 
 # Nothing is lost

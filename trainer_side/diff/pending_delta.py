@@ -5,7 +5,7 @@
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -167,7 +167,7 @@ class PendingDelta:
         self._detector = detector
         self._on_devices: list[DeviceComparer] = []
         self._spool = ChangeSpool(MemoryLimits.of(baseline.table).log_bytes)
-        self._touched: list[tuple[int, ChangeLog]] = []
+        self._touched: dict[ChangeLog, int] = {}  # in order of comparison
         self._lock = threading.Lock()
         self._closed = False
         self.changed = 0
@@ -225,17 +225,15 @@ class PendingDelta:
             return
         self.compared.update(batch.ids)
         logs = [ChangeLog(tensor.spec.element, self._spool) for tensor in batch.tensors]
-        before = len(self._touched)
-        self._touched += zip(batch.ids, logs, strict=True)
+        self._touched.update(zip(logs, batch.ids, strict=True))
         changes = self._detector.collect_each(batch.tensors, logs)
-        touched = []
         for tensor, log, change in zip(batch.ids, logs, changes, strict=True):
             changed = log.size
-            if changed:
-                touched.append((tensor, log))
-                self.fingerprints[tensor] = change
-                self.changed += changed
-        self._touched[before:] = touched
+            if not changed:
+                del self._touched[log]
+                continue
+            self.fingerprints[tensor] = change
+            self.changed += changed
 
     def add(self, tensor: int, live: torch.Tensor, lasting: bool = False) -> None:
         """Compare one tensor and update the baseline to it. On a device this only begins it; see ``add_all``.
@@ -247,7 +245,7 @@ class PendingDelta:
         spec = self._baseline.table[tensor]
         buffer = self._baseline.buffer_on(tensor, live.device)
         log = ChangeLog(spec.element, self._spool)
-        self._touched.append((tensor, log))
+        self._touched[log] = tensor
         if not live.is_cpu or not isinstance(buffer, HostBuffer):
             comparer = self._detector.on_device(live.device, self._baseline.table)
             if comparer not in self._on_devices:
@@ -258,7 +256,7 @@ class PendingDelta:
         change = self._detector.collect(spec, buffer, live, log)
         changed = log.size
         if not changed:
-            self._touched.pop()
+            del self._touched[log]
             return
         self.fingerprints[tensor] = change
         self.changed += changed
@@ -269,7 +267,7 @@ class PendingDelta:
         for comparer in self._on_devices:
             counts.update(comparer.finish())
         self.changed += sum(counts.values())
-        self._touched = [(tensor, log) for tensor, log in self._touched if counts.get(log) != 0]
+        self._touched = {log: tensor for log, tensor in self._touched.items() if counts.get(log) != 0}
 
     def collect_from_devices(self) -> None:
         """Collect what was found on devices, and update the baselines there. Training need not wait for it.
@@ -279,7 +277,7 @@ class PendingDelta:
         changes: dict[ChangeLog, Fingerprint] = {}
         for comparer in self._on_devices:
             changes.update(comparer.collect())
-        self.fingerprints.update({tensor: changes[log] for tensor, log in self._touched if log in changes})
+        self.fingerprints.update({tensor: changes[log] for log, tensor in self._touched.items() if log in changes})
 
     def keep(self) -> None:
         """Keep the changes, since the version is durable: the baseline can no longer be reverted."""
@@ -308,7 +306,7 @@ class PendingDelta:
             for comparer in self._on_devices:
                 comparer.drop()
             try:
-                for tensor, log in reversed(self._touched):
+                for log, tensor in reversed(self._touched.items()):
                     log.revert(self._baseline.buffer(tensor))
             except Exception as error:  # noqa: BLE001  a file that cannot be read, or memory of a device that runs out
                 # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
@@ -327,30 +325,31 @@ class PendingDelta:
         Returns:
             Bits before and after, of the elements that are held back.
         """
-        log = self._log(tensor)
+        log = self._logs[tensor]
         positions, before, after = log.hold_back(self._baseline.buffer(tensor), keep)
         self.fingerprints[tensor] -= fingerprint_change(self._baseline.table[tensor].name, positions, before, after)
         self.changed -= positions.size
         if not log.size:
-            self._touched.remove((tensor, log))
-            del self.fingerprints[tensor]
+            del self._touched[log], self._logs[tensor], self.fingerprints[tensor]
         return before, after
 
     @property
     def touched(self) -> list[int]:
         """The ids of the tensors that changed."""
-        return [tensor for tensor, _ in self._touched]
+        return [*self._touched.values()]
 
     def positions(self, tensor: int) -> Positions:
         """Return the (n,) positions of the changed elements of a tensor, ascending."""
-        return np.concatenate([positions for positions, _ in self._log(tensor).pieces()])
+        return np.concatenate([positions for positions, _ in self._logs[tensor].pieces()])
 
-    def _log(self, tensor: int) -> ChangeLog:
-        return next(log for touched, log in self._touched if touched == tensor)
+    @cached_property
+    def _logs(self) -> dict[int, ChangeLog]:
+        """The log of each changed tensor, once all are compared."""
+        return {tensor: log for log, tensor in self._touched.items()}
 
     def elements(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Positions, Bits, Bits]]]]:
         """Yield tensor id, and its changed elements in pieces of up to ``most``: positions, bits before and now."""
-        for tensor, log in self._touched:
+        for log, tensor in self._touched.items():
             yield tensor, self._elements(tensor, log, most)
 
     def _elements(self, tensor: int, log: ChangeLog, most: int) -> Iterator[tuple[Positions, Bits, Bits]]:
@@ -367,7 +366,7 @@ class PendingDelta:
     def before(self, tensors: Collection[int]) -> dict[int, Bits]:
         """Return copies of the (numel,) bits that changed tensors had before this delta."""
         found: dict[int, Bits] = {}
-        for tensor, log in self._touched:
+        for log, tensor in self._touched.items():
             if tensor in tensors:
                 bits = found[tensor] = np.array(self._baseline.read(tensor))
                 for positions, distances in log.pieces():
@@ -380,7 +379,7 @@ class PendingDelta:
             self._baseline.table, self._codec in RELATIVE_CODECS, fingerprints=dict(self.fingerprints)
         )
         # Decided here and not during the comparison, since training waits for that.
-        for tensor, log in self._touched:
+        for log, tensor in self._touched.items():
             if self._is_smaller_in_full(tensor, log):
                 changes.full.append(FullTensor(tensor, partial(self._baseline.read, tensor)))
             else:
