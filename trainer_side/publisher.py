@@ -440,6 +440,7 @@ class Publisher:
         with self._lock:
             if self._closed:
                 return
+            deadline = Deadline(timeout)  # an error of it closes nothing
             self._closed = True
             self._unclosed.detach()
             with ExitStack() as last:
@@ -455,11 +456,11 @@ class Publisher:
                 last.callback(self._committer.baseline.close)
                 last.callback(self._background.close)
                 if finish:
-                    self._session.publish_last(Deadline(timeout))
+                    self._session.publish_last(deadline)
                     # All ranks wait until rank 0 is done: a collective call of training that follows has a timeout.
                     self._ranks.caller.from_rank0("closed", self._close_on_rank0)
                 else:
-                    self._session.finish_under_way(Deadline(timeout))
+                    self._session.finish_under_way(deadline)
 
     def _close_on_rank0(self) -> None:
         if self._maintenance is not None:

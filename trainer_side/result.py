@@ -3,13 +3,14 @@
 Fields of a result that depend on encoding or upload are filled in later."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from trainer_side.background_thread import BackgroundJob
-from vllm_delta_sync.errors import DeltaSyncError, PublishError, PublishTimeoutError
+from vllm_delta_sync.errors import DeltaSyncError, PublishError, PublishTimeoutError, UsageError
 from vllm_delta_sync.format.manifest import HeldBack
 
 Kind = Literal["delta", "skipped"]
@@ -273,11 +274,20 @@ class PublisherStatus:
 
 
 class Deadline:
-    """A moment in the future. ``seconds``: how far away; None means that it never comes."""
+    """A moment in the future.
+
+    Args:
+        seconds: how far away; None, infinity, or more than a lock can wait (292 years) means that it never comes.
+
+    Raises:
+        UsageError: it is no number.
+    """
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        if seconds is not None and (not isinstance(seconds, int | float) or math.isnan(seconds)):
+            raise UsageError(f"timeout is {seconds!r}; give a number of seconds, or None for no limit")
+        self._seconds = None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
+        self._end = math.inf if self._seconds is None else time.monotonic() + self._seconds
 
     @property
     def left(self) -> float | None:

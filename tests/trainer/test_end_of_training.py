@@ -1,5 +1,6 @@
 """The end of training: the run is left at the weights of the last call, or an error says at which it is left."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,8 +10,9 @@ import torch
 
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, publish
 from trainer_side import Budget, Gate, Publisher, PublishResult
+from trainer_side.integrations.training import TrainingPublisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import ConflictError, GateError, PublishError, PublishTimeoutError, StoreError
+from vllm_delta_sync.errors import ConflictError, GateError, PublishError, PublishTimeoutError, StoreError, UsageError
 
 
 class Gated:
@@ -267,6 +269,29 @@ def test_calls_that_wait_have_a_limit_and_nothing_is_lost(call: str, bucket: Hoo
         publisher.publish(2, wait=True)
     assert open_run(bucket.url).verify().replayed
     assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("limit", [None, math.inf, 1e12])
+def test_limit_may_be_none(limit: float, bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    trainer.step()
+    publisher.publish(1, wait=True, timeout=limit).wait(limit)
+    publisher.flush(limit)
+    training = TrainingPublisher(bucket, {}, True, close_seconds=limit, grace_seconds=25)
+    assert training.seconds_left == math.inf
+    publisher.close(training.seconds_left)
+    assert steps_of(bucket) == [0, 1]
+
+
+@pytest.mark.parametrize("limit", ["5", math.nan])
+def test_limit_that_is_no_number_is_refused_and_closes_nothing(limit: float, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        for call in (publisher.flush, publisher.close):
+            with pytest.raises(UsageError, match=r"timeout is .*; give a number of seconds"):
+                call(limit)
+        trainer.step()
+        publisher.publish(1)
+    assert steps_of(bucket) == [0, 1]
 
 
 def test_status_and_results_of_all_versions(bucket: Hooked, trainer: Trainer) -> None:

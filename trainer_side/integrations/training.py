@@ -250,7 +250,8 @@ class TrainingPublisher:
     def seconds_left(self) -> float:
         """How long the end of the training may still take; it begins with the first use."""
         self._end = self._end or Deadline(self._close_seconds)
-        return min(self._end.left or 0.0, math.inf if self._stop is None else self._stop.left)
+        left = math.inf if self._end.left is None else self._end.left
+        return min(left, math.inf if self._stop is None else self._stop.left)
 
     def begin(self, one_publishes: bool) -> None:
         """Let SIGTERM end the training; if one process publishes for all, let the others wait in ``on_rank0``."""
