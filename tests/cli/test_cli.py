@@ -1,5 +1,6 @@
 """``delta-sync log``, ``inspect``, ``verify`` and ``repair`` on the golden run, and what all commands share."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -355,6 +356,19 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         assert said in done.stderr
         assert "Traceback" not in done.stderr
         assert code == 0 or not done.stdout
+
+
+def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
+    for line in ("log --bucket relative", f"verify --bucket {GOLDEN}", "publish --from x --bucket relative"):
+        command = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m vllm_delta_sync.cli {line}"
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 2, done
+        assert done.stderr.splitlines() == [
+            "delta-sync: usage: the folder in which the command runs was removed; change to one that exists"
+        ]
 
 
 def test_a_terminal_that_knows_ascii_only() -> None:

@@ -157,6 +157,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         command = options.command
+        check_working_folder()
         if command != "serve":  # serve reads a server's settings, and has a flag for each
             options.settings = client_settings({name: getattr(options, name, None) for name in FLAGS})
         with options.closing:
@@ -182,6 +183,14 @@ def run(arguments: Sequence[str]) -> int:
         print_error(failed)
         return code or failed.exit_code
     return code
+
+
+def check_working_folder() -> None:
+    """Raise UsageError if the working folder was removed; relative paths and libraries would fail in their own ways."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError("the folder in which the command runs was removed; change to one that exists") from error
 
 
 def discard_output(*streams: TextIO) -> None:
