@@ -45,6 +45,7 @@ MAY_SKIP = (
     "tests/bucket/test_clouds.py",  # where Azurite is not installed
     "tests/bucket/test_cache.py",  # as root, or where nothing can be mounted
     "tests/cli/test_cli_ipv6.py",  # where the kernel has no IPv6
+    "tests/cli/test_cli_publish.py",  # as root, where setpriv does not work
     "tests/cli/test_cli_serve.py",  # as another user than root
     "tests/cli/test_doctor.py",  # as root, where setpriv does not work
     "tests/docs/test_monitoring.py::test_alerts_fire_when_they_should_and_else_not",  # where promtool is not installed

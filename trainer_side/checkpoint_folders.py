@@ -109,8 +109,11 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise NotFoundError(f"checkpoint folder {str(path)!r} does not exist; give the path of a local one")
+        if not os.path.isdir(self.path):
+            raise NotFoundError(
+                f"checkpoint folder {str(path)!r} does not exist, or this user may not enter it; give the path of a "
+                "local one"
+            )
         self._states = {name: self._state_of(name) for name in weight_files(self.path)}
         try:
             checkpoint = Checkpoint(self.path)
@@ -546,8 +549,11 @@ class CheckpointWatcher:
             NotFoundError: there is no such folder.
         """
         self._directory, self._publisher, self._poll_seconds = Path(directory), publisher, poll_seconds
-        if not self._directory.is_dir():
-            raise NotFoundError(f"folder {str(directory)!r} does not exist; create it, or correct the path")
+        if not os.path.isdir(self._directory):
+            raise NotFoundError(
+                f"folder {str(directory)!r} does not exist, or this user may not enter it; create it, or correct the "
+                "path"
+            )
         self.refused: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self._seen: dict[str, FoundCheckpoint] = {}
@@ -732,10 +738,7 @@ class CheckpointWatcher:
         (self._unreadable if again else self._done)[found.name] = found
 
     def _scan(self) -> dict[str, FoundCheckpoint]:
-        try:
-            return {found.name: found for found in find_checkpoints(self._directory)}
-        except OSError as error:
-            raise StoreError(f"folder {str(self._directory)!r} cannot be read: {error.strerror}") from error
+        return {found.name: found for found in find_checkpoints(self._directory)}
 
     def _read_record(self) -> _Record:
         """Return the record in the newest version's sidecar, with that version; without a sidecar, of only that one."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_delta_sync.errors import FormatError, NotFoundError, UsageError
+from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 
@@ -149,11 +149,14 @@ def find_checkpoints(root: Path) -> list[FoundCheckpoint]:
     references and optimizers are not looked at. Symbolic links into the searched folder are left out.
 
     Raises:
-        OSError: the folder itself cannot be read.
+        StoreError: the folder itself cannot be read.
     """
     units: dict[tuple[str, ...], list[_SearchedFolder]] = {}
-    for folder in _folders(root):
-        units.setdefault(folder.unit, []).append(folder)
+    try:
+        for folder in _folders(root):
+            units.setdefault(folder.unit, []).append(folder)
+    except OSError as error:
+        raise StoreError(f"folder {str(root)!r} cannot be read: {error.strerror}") from error
     found = []
     for unit, folders in units.items():
         is_step = bool(unit) and named_step(unit[-1]) is not None
@@ -171,11 +174,14 @@ def locate(path: Path) -> Path:
 
     Raises:
         NotFoundError: there is no folder, or no weights in it that can be read; the message says what is there.
-        UsageError: there are several checkpoints in it.
+        UsageError: there are several checkpoints in it. StoreError: it cannot be read.
     """
-    if not path.is_dir():
-        raise NotFoundError(f"checkpoint folder {str(path)!r} does not exist; give the path of a local one")
-    if (path / SINGLE_NAME).exists() or (path / INDEX_NAME).exists():
+    if not os.path.isdir(path):
+        raise NotFoundError(
+            f"checkpoint folder {str(path)!r} does not exist, or this user may not enter it; give the path of a local "
+            "one"
+        )
+    if os.path.exists(path / SINGLE_NAME) or os.path.exists(path / INDEX_NAME):
         return path
     found = find_checkpoints(path)
     readable = [each for each in found if not each.reason]

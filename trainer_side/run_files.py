@@ -4,6 +4,7 @@ These are configuration, tokenizer and the like, from the base or a transformers
 """
 
 import copy
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     kept = _contents_of(files, budget)
     pretrained = _pretrained(model)
     with ProcessFolder() as folder:
-        found = {} if base is None or not base.path.is_dir() else model_files(base.path)
+        found = {} if base is None or not os.path.isdir(base.path) else model_files(base.path)
         if CONFIG_NAME not in found and pretrained is not None:
             _write_configuration(pretrained, str(folder.path))
             found |= model_files(folder.path)
@@ -128,7 +129,7 @@ def _files_in(files: str | Path) -> list[Path]:
     ``adapter_config.json`` makes transformers load an adapter, so it belongs in no model's folder; a folder without
     ``config.json`` is that of an adapter.
     """
-    if not isinstance(files, str | Path) or not str(files) or not Path(files).is_dir():
+    if not isinstance(files, str | Path) or not str(files) or not os.path.isdir(files):
         raise UsageError(f"files is {str(files)!r}, not a folder; give one that holds config.json and similar files")
     found = list(model_files(Path(files)).values())
     adapter = Path(files) / ADAPTER_CONFIG_NAME

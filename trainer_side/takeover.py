@@ -18,6 +18,7 @@ objects. What remains: a write that the network delays beyond the settling time,
 replace another writer's object. That writer notices at its next commit at the latest, and stops.
 """
 
+import os
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
@@ -651,7 +652,7 @@ def _release_frames(error: BaseException | None) -> None:
 
 
 def _checkpoint(base: str | Path | None) -> Checkpoint | None:
-    return Checkpoint(base) if base is not None and Path(base).is_dir() else None
+    return Checkpoint(base) if base is not None and os.path.isdir(base) else None
 
 
 def find_tail(run: Run) -> HistoryTail:

@@ -174,7 +174,7 @@ def test_what_report_cannot_do_is_said(busy: PageRun, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
-    for name in ("pipe", "link", ".", ""):
+    for name in ("pipe", "link", ".", "", "long" * 100):
         assert kind(2, "report", "--bucket", busy.folder, "--to", name and tmp_path / name) == "usage"
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "link").is_symlink()

@@ -1,5 +1,6 @@
 """``delta-sync publish`` on checkpoint folders: what it prints, its errors, and how it ends."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,6 +71,8 @@ def test_a_folder_begins_a_run_or_takes_it_over(out: Path, run: Path) -> None:
 
 
 def test_errors(out: Path, run: Path, tmp_path: Path) -> None:
+    for option in ("--from", "--watch"):  # looking at a name that is too long fails, as in a folder of another user
+        assert kind(3, "publish", option, tmp_path / ("long" * 100), "--bucket", run) == "not_found"
     publish = ("publish", "--bucket", run, "--from")
     assert kind(3, *publish, out) == "not_found"
     assert kind(3, *publish, out / "none") == "not_found"
@@ -95,6 +98,31 @@ def test_errors(out: Path, run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     assert kind(4, "publish", "--from", folder, "--bucket", tmp_path / "file") == "store"
     assert_versions(str(run), [weights(1)])
+
+
+def test_a_folder_that_this_user_may_not_read(out: Path, run: Path) -> None:
+    folder = write_checkpoint(out / "checkpoint-1", weights(1))
+    # Modes mean nothing to root, unless it gives up what makes it so.
+    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    if plain and subprocess.run([*plain, "true"], capture_output=True).returncode:
+        pytest.skip("setpriv does not work here")
+    for mode in (0o300, 0o600):  # without its names; with nothing but its names
+        folder.chmod(mode)
+        command = [
+            *plain,
+            sys.executable,
+            "-m",
+            "vllm_delta_sync.cli",
+            "publish",
+            "--from",
+            str(folder),
+            "--bucket",
+            str(run),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        folder.chmod(0o700)
+        assert done.returncode == 4, done.stderr
+        assert done.stderr == f"delta-sync: store: folder '{folder}' cannot be read: Permission denied\n"
 
 
 def test_what_is_complete_now(out: Path, run: Path, tmp_path: Path) -> None:

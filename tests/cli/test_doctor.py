@@ -807,6 +807,13 @@ def test_a_directory_that_may_only_be_read(run: Path) -> None:
     assert lines["run"][0] == "✓"
 
 
+def test_a_directory_that_cannot_be_looked_for(tmp_path: Path) -> None:
+    done = delta_sync("doctor", "--bucket", tmp_path / ("long" * 100))
+    mark, found = lines_of(done.out)["url"]
+    assert (done.code, mark) == (4, "✗")
+    assert found.startswith("cannot look for "), "no unexpected error"
+
+
 def test_a_file_size_limit(tmp_path: Path) -> None:
     for limit, check, advice in ((500, "put", "ulimit -f"), (1_000_000, "throughput", "lower --bytes")):
         with file_size_limit(limit):

@@ -27,7 +27,7 @@ from tests.support.samples import every_dtype_table
 from tests.support.sidecars import spoil
 from tests.support.signed import Keys
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint, train_steps
-from tests.support.written import Written
+from tests.support.written import Written, reference_run
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.client import Run
@@ -137,6 +137,14 @@ def test_a_run_whose_version_0_is_a_checkpoint(tmp_path: Path, given: bool) -> N
         assert not (tmp_path / "out").exists(), "nothing is left where nothing was fetched"
     for version in (0, 2):
         exported(chain, tmp_path / "out", version, base=tmp_path / "moved" if given else None)
+
+
+def test_a_base_that_may_not_be_looked_at_is_one_that_is_not_here(tmp_path: Path) -> None:
+    # The trainer's home, say. Looking at a name that is too long fails also for root.
+    run, _ = reference_run(tmp_path / "run", str(tmp_path / ("long" * 100) / "base"))
+    assert not run.verify().replayed
+    with pytest.raises(BaseUnavailableError, match="which is not here; pass base="):
+        export(run, tmp_path / "out")
 
 
 def test_a_branch_and_a_branch_of_it(chain: Chain, tmp_path: Path) -> None:

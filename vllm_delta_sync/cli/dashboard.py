@@ -112,7 +112,7 @@ def report(options: argparse.Namespace) -> Report:
     overview = build_overview("report", now, RunView(run, None, now), _servers(options), STATES)
     # What a link leads to is replaced, as by a shell's ``>``, and not the link.
     page, path = report_page(overview), Path(os.path.realpath(options.to))
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"--to {options.to!r} is a folder, a device or a pipe; name a file")
     try:
         # Whole, or the old one stays.

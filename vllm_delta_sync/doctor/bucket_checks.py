@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
-from vllm_delta_sync.bucket.local import STAGING
+from vllm_delta_sync.bucket.local import STAGING, describe_failure
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.bucket.threads import in_parallel
@@ -102,9 +102,12 @@ class BucketProbe:
         if not self.is_directory:
             return ok(bucket.url, **figures)
         root = local_path(bucket.url)
-        figures["exists"] = root.exists()
+        try:
+            figures["exists"] = root.exists()
+        except OSError as error:
+            raise StoreError(describe_failure(f"look for {root}", error)) from error
         self._folders = [root / PREFIX]
-        if root.exists():
+        if figures["exists"]:
             return ok(f"{bucket.url}, a directory", **figures)
         if self._reads_only:
             return failed(NotFoundError(f"{root} does not exist"), "Check the path and the mount", **figures)

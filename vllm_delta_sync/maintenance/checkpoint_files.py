@@ -182,11 +182,11 @@ def _of_base(run: RunReader, base: str | Path | None, looked_in: list[str], note
             folder = resolve_base(base, weights=False).path
         elif recorded is None:
             return {}
-        elif recorded.model is not None and not Path(recorded.location).is_dir():
+        elif recorded.model is not None and not os.path.isdir(recorded.location):
             folder = resolve_base(f"{recorded.model}@{recorded.revision}", weights=False).path
         else:
             folder = Path(recorded.location)
-            if not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+            if not any(os.path.isfile(folder / name) for name in (SINGLE_NAME, INDEX_NAME)):
                 # A run must not cause copies of arbitrary local folders: the base must be a checkpoint.
                 looked_in.append(f"base {str(folder)!r}, which is not a checkpoint on this machine")
                 return {}

@@ -224,7 +224,7 @@ def _refuse_base(run: RunReader, target: Path, base: str | Path | None) -> None:
     except DataError:
         recorded = None  # version 0 is lost or damaged, but an anchor may still lead to the version
     for checkpoint in (base, None if recorded is None or recorded.run is not None else recorded.location):
-        if checkpoint is not None and target.is_dir() and Path(checkpoint).is_dir() and target.samefile(checkpoint):
+        if checkpoint is not None and all(map(os.path.isdir, (target, checkpoint))) and target.samefile(checkpoint):
             raise UsageError(f"--to {str(target)!r} is the checkpoint that the run builds on; name another folder")
 
 

@@ -1,5 +1,6 @@
 """Checks that raise unless a manifest fits its parent, its objects, the tensor table and the weights."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -144,11 +145,8 @@ def check_bits(manifest: Manifest | Anchor, spec: TensorSpec, bits: Bits) -> Non
 
 def check_base_exists(base: str | Path | None) -> None:
     """Raise NotFoundError if ``base`` is given and is not a directory, URL or public model, even if not needed."""
-    try:
-        if base is None or "://" in str(base) or names_model(base) or Path(base).is_dir():
-            return
-    except OSError:  # a name that is too long
-        pass
+    if base is None or "://" in str(base) or names_model(base) or os.path.isdir(base):
+        return
     raise NotFoundError(
         f"base {str(base)[:200]!r} is not a directory here; pass the checkpoint that the run started from, or leave "
         "base out to use the recorded one"

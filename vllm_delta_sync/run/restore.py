@@ -76,7 +76,7 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
         BaseMissingError: it is not here. StoreError, UsageError: the public model cannot be fetched.
     """
     place = Path("" if root.base is None else root.base.location)
-    if base is None and root.base is not None and root.base.model is not None and not place.is_dir():
+    if base is None and root.base is not None and root.base.model is not None and not os.path.isdir(place):
         base = f"{root.base.model}@{root.base.revision}"
     try:
         path = place if base is None else resolve_base(base).path
@@ -85,7 +85,7 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
             f"version 0 refers to the checkpoint {str(base)!r}, which is not there: {error}; pass base= with its path "
             "(--base on the command line)"
         ) from error
-    if not path.is_dir():
+    if not os.path.isdir(path):  # no error where this user may not look, unlike Path.is_dir
         raise BaseMissingError(
             f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
             "(--base on the command line)"
@@ -127,7 +127,7 @@ def _is_run(run: RunReader, base: str | Path) -> bool:
     if names_model(base):
         return False
     # The name of a directory may look like a URL.
-    with open_beside(run.bucket, Path(base).resolve() if Path(base).is_dir() else base) as bucket:
+    with open_beside(run.bucket, Path(base).resolve() if os.path.isdir(base) else base) as bucket:
         return exists(bucket, RUN_KEY)
 
 

@@ -113,7 +113,7 @@ def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
 
 def names_model(text: str | Path) -> bool:
     """Return whether a base names a public model: it has the form of one, and no such path exists."""
-    return _MODEL.fullmatch(str(text)) is not None and not Path(text).exists()
+    return _MODEL.fullmatch(str(text)) is not None and not os.path.exists(text)
 
 
 def _download(model: str, revision: str, wanted: list[str]) -> Path:
@@ -155,7 +155,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             raise NotFoundError(
                 f"checkpoint directory {str(path)!r} does not exist; give the path of a local one, or org/name@revision"
             )
