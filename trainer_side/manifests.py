@@ -12,7 +12,7 @@ from trainer_side.diff.baseline import Baseline
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, start_call, wait_for_call
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import LimitError, StoreError
+from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
@@ -63,12 +63,7 @@ class Shards:
         self._uploads: set[Future[None]] = set()
         self._count = 0
         # After an interrupt, files may be removed while they are uploaded: the threads end with the process.
-        try:
-            self._folder = ProcessFolder()
-        except OSError as error:
-            raise StoreError(
-                f"no temporary folder can be made: {error}; free space there, or set TMPDIR to another folder"
-            ) from error
+        self._folder = ProcessFolder()
 
     def add(self, table: TensorTable, tensors: Iterable[tuple[str, Bits]]) -> ObjectRef:
         """Write one file and begin to store it; ``tensors`` as in ``write_anchor``."""

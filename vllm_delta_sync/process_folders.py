@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from vllm_delta_sync.errors import StoreError
+
 PREFIX = "delta-sync-tmp-"
 """Begins the names of these folders, and of no others."""
 LOCK_NAME = "lock"
@@ -33,23 +35,27 @@ class ProcessFolder:
         parent: where to make it; None for the system's temporary directory.
 
     Raises:
-        OSError: it cannot be made.
+        StoreError: it cannot be made.
 
     Attributes:
         path: the folder for files; empty at first, and of this user only.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        directory = Path(tempfile.gettempdir() if parent is None else parent)
-        remove_abandoned(directory)
-        while True:
-            self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
-            self._lock = _lock_shared(self._folder)
-            if self._lock is not None:
-                break
-        self._owner = os.getpid()
-        self.path = self._folder / FILES_NAME
-        self.path.mkdir(mode=0o700)
+        try:
+            directory = Path(tempfile.gettempdir() if parent is None else parent)
+            remove_abandoned(directory)
+            while True:
+                self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
+                self._lock = _lock_shared(self._folder)
+                if self._lock is not None:
+                    break
+            self._owner = os.getpid()
+            self.path = self._folder / FILES_NAME
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            remedy = "set TMPDIR to another folder" if parent is None else "name another folder"
+            raise StoreError(f"no temporary folder can be made: {error}; free space there, or {remedy}") from error
         atexit.register(self.close)
 
     def close(self) -> None:

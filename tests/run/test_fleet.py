@@ -132,7 +132,7 @@ def test_version_that_is_not_published_is_waited_for(world: FleetRun) -> None:
 
 def test_numbers_that_make_no_sense(world: FleetRun) -> None:
     wrong: tuple[dict[str, Any], ...] = ({"version": -1}, {"version": True}, {"version": 1, "replicas": -1})
-    for arguments in (*wrong, {"version": 1, "timeout": float("nan")}):
+    for arguments in (*wrong, *({"version": 1, "timeout": seconds} for seconds in (float("nan"), None))):
         with pytest.raises(UsageError):
             world.fleet().wait(**arguments)
 

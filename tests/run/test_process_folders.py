@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.process_folders import PREFIX, ProcessFolder, hold_folder, remove_abandoned
 
 SECONDS = 120
@@ -320,3 +321,13 @@ def test_no_process_loses_a_folder_that_others_try_to_remove(tmp_path: Path) -> 
     assert [racer.wait(SECONDS) for racer in racers] == [0] * 4
     remove_abandoned(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("parent", [None, "nowhere"])
+def test_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(
+    parent: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    remedy = "set TMPDIR" if parent is None else "name another folder"
+    with pytest.raises(StoreError, match=rf"no temporary folder can be made: .*nowhere.*{remedy}"):
+        ProcessFolder(None if parent is None else tmp_path / parent)

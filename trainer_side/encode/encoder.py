@@ -154,10 +154,7 @@ class Encoder:
             StoreError: the files cannot be written.
         """
         parts = changes.parts(self._options.shard_bytes, self._most_objects)
-        try:
-            self._folder = ProcessFolder()
-        except OSError as error:
-            raise StoreError(f"a temporary folder cannot be made: {error.strerror}; set TMPDIR to another") from error
+        self._folder = ProcessFolder()
         path, most, objects = self._folder.path, self._limits.block_elements, list[EncodedObject]()
         for number, part in enumerate(parts):
             coding = (self._options.compression, codec, base_bits, most)

@@ -246,5 +246,5 @@ def _check_numbers(version: int, replicas: int, timeout: float) -> None:
         raise UsageError(f"version is {version!r}; give a number from 0 on")
     if type(replicas) is not int or replicas < 0:
         raise UsageError(f"replicas is {replicas!r}; give a number from 0 on")
-    if not 0 <= timeout < float("inf"):
+    if not isinstance(timeout, int | float) or not 0 <= timeout < float("inf"):
         raise UsageError(f"timeout is {timeout!r}; give seconds from 0 on")

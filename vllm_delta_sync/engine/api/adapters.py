@@ -16,7 +16,7 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.protocol import Adapter
-from vllm_delta_sync.errors import EngineError, SettingsError
+from vllm_delta_sync.errors import EngineError, SettingsError, StoreError
 from vllm_delta_sync.process_folders import ProcessFolder
 
 FIRST_NUMBER = 1 << 30
@@ -31,10 +31,8 @@ def make_adapter(name: str) -> Adapter:
     """
     try:
         folder = ProcessFolder()
-    except OSError as error:
-        raise EngineError(
-            f"a folder for the files of adapter {name!r} cannot be made: {error}; set TMPDIR to another folder"
-        ) from error
+    except StoreError as error:
+        raise EngineError(f"adapter {name!r} has no place for its files: {error}") from error
     number = FIRST_NUMBER + int.from_bytes(sha256(name.encode()).digest()[:4], "little") % FIRST_NUMBER
     return Adapter(name, number, str(folder.path))
 
