@@ -104,7 +104,7 @@ class Publisher:
                 options.load_keys()
             return options
 
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self._handled = id(sys.exc_info()[1])
         with ExitStack() as undo:
@@ -437,7 +437,7 @@ class Publisher:
         """
         if finish is None:
             finish = sys.exc_info()[1] is None or id(sys.exc_info()[1]) == self._handled
-        with self._lock:
+        with self._turn(NEVER):
             if self._closed:
                 return
             deadline = Deadline(timeout)  # an error of it closes nothing
@@ -488,16 +488,33 @@ class Publisher:
         Raises:
             UsageError: the publisher is closed. PublishTimeoutError: a call of another thread has not ended in time.
         """
-        # Ranks that publish together would wait for one that gave up.
-        left = deadline.left if self._ranks.alone else None
-        if not self._lock.acquire(timeout=-1 if left is None else left):
-            raise PublishTimeoutError(f"a call of another thread has not ended within {deadline}; this one did nothing")
-        try:
+        with self._turn(deadline):
             if self._closed:
                 raise UsageError("the publisher is closed; make a new one, which continues the run")
             yield self._session
+
+    @contextmanager
+    def _turn(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the lock. Raises as ``_open``, also within another call of the same thread, as of a signal handler."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            raise UsageError(
+                "this call is made during another call of this publisher, by the same thread; make it later"
+            )
+        # Ranks that publish together would wait for one that gave up.
+        left = deadline.left if self._ranks.alone else None
+        try:
+            if not self._lock.acquire(timeout=-1 if left is None else left):
+                raise PublishTimeoutError(
+                    f"a call of another thread has not ended within {deadline}; this one did nothing"
+                )
+            yield
         finally:
-            self._lock.release()
+            # An interrupt may come right after ``acquire``, so that only the lock knows whether it is held. No call
+            # before this one, since an interrupt may come after each.
+            try:
+                self._lock.release()
+            except RuntimeError:  # this thread does not hold it
+                pass
 
 
 def _end_unclosed(background: BackgroundThread, writer: RunWriter, resources: ExitStack) -> None:

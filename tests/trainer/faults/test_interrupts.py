@@ -5,7 +5,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from tests.support.publishers import Hooked, Trainer, assert_holds, logs, publis
 from trainer_side import Publisher
 from trainer_side.diff import reader as detection_live
 from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import UsageError
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
@@ -111,6 +113,57 @@ def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer)
     assert (report.head, report.replayed) == (publisher.version, True)
     assert open_run(bucket.url).head().step == 1000
     assert_holds(bucket, report.head, trainer.live)
+
+
+class InterruptedLock:
+    """The lock of a publisher, whose first call is interrupted right after it has taken the lock."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._left = lock, 1
+
+    def acquire(self, **options: Any) -> bool:
+        taken: bool = self._lock.acquire(**options)
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_interrupt_at_the_lock_leaves_it_to_the_next_call(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        monkeypatch.setattr(publisher, "_lock", InterruptedLock(publisher._lock))
+        trainer.step()
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(1)
+        # Of another thread, which would wait for one that kept the lock.
+        other = threading.Thread(target=publisher.publish, args=(1,), kwargs={"timeout": 30})
+        other.start()
+        other.join()
+        publisher.flush()
+        assert publisher.version == 1
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_call_within_a_call_of_the_same_thread_is_refused(bucket: Hooked, trainer: Trainer) -> None:
+    """As a signal handler may make one; it waited for itself."""
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(1, wait=True)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for call in (publisher.flush, publisher.close, partial(publisher.publish, 3)):
+                with pytest.raises(UsageError, match="during another call"):
+                    call()
+            yield from trainer.live.items()
+
+        trainer.step()
+        publisher.publish(2, weights=weights(), wait=True)
+    assert_holds(bucket, 2, trainer.live)
 
 
 def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
