@@ -433,11 +433,12 @@ class Publisher:
         Raises:
             PublishError: the last weights are not durable after ``timeout``, or cannot be published; the message names
                 their step and the last durable version. ConflictError: another publisher has taken over the run.
-                GateError: the gate refuses them. Everything is released in any case.
+                GateError: the gate refuses them. Everything is released in any case, except after a
+                UsageError: ``timeout`` is no number, or the same thread is in another call of this publisher.
         """
         if finish is None:
             finish = sys.exc_info()[1] is None or id(sys.exc_info()[1]) == self._handled
-        with self._turn(NEVER):
+        with self._exclusive(NEVER):
             if self._closed:
                 return
             deadline = Deadline(timeout)  # an error of it closes nothing
@@ -488,13 +489,13 @@ class Publisher:
         Raises:
             UsageError: the publisher is closed. PublishTimeoutError: a call of another thread has not ended in time.
         """
-        with self._turn(deadline):
+        with self._exclusive(deadline):
             if self._closed:
                 raise UsageError("the publisher is closed; make a new one, which continues the run")
             yield self._session
 
     @contextmanager
-    def _turn(self, deadline: Deadline) -> Iterator[None]:
+    def _exclusive(self, deadline: Deadline) -> Iterator[None]:
         """Hold the lock. Raises as ``_open``, also within another call of the same thread, as of a signal handler."""
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise UsageError(
