@@ -459,7 +459,8 @@ class TilesBlock:
 
     directory: Directory
     _block: Block
-    _table: TensorTable
+    _specs: list[TensorSpec]
+    _grids: list[Grid]
     _what: str
     _thresholds: npt.NDArray[np.uint8]
     _firsts: list[int]
@@ -484,7 +485,9 @@ class TilesBlock:
         # Before any grid is made: a table may have tensors of any size.
         if 4 * sum(least_tiles(numel) for numel in directory.numels.tolist()) > size:
             raise FormatError(f"{name} have {size} bytes, too few for the tiles of its tensors")
-        tiles = [grid_of(table[tensor].shape).tiles for tensor in directory.ids.tolist()]
+        specs = [table[tensor] for tensor in directory.ids.tolist()]
+        grids = [grid_of(spec.shape) for spec in specs]
+        tiles = [grid.tiles for grid in grids]
         lengths_at = CLASSES
         sizes_at = lengths_at + TABLES * 2 * SYMBOLS
         expected = sizes_at + 4 * sum(tiles)
@@ -507,10 +510,12 @@ class TilesBlock:
         # A change takes a bit at least: what is declared must fit before it is allocated.
         many = np.flatnonzero(np.add.reduceat(sizes, firsts[:-1]) < directory.counts)
         if many.size:
-            row, name = int(many[0]), table[int(directory.ids[many[0]])].name
-            raise FormatError(f"{what}: {name!r} has fewer bits than the counts say changes: {directory.counts[row]}")
+            row = int(many[0])
+            raise FormatError(
+                f"{what}: {specs[row].name!r} has fewer bits than the counts say changes: {directory.counts[row]}"
+            )
         return cls(
-            directory, block, table, what, thresholds, firsts, (numbers & PLAIN_TILE) > 0, ends - sizes, sizes,
+            directory, block, specs, grids, what, thresholds, firsts, (numbers & PLAIN_TILE) > 0, ends - sizes, sizes,
             streams, decoding(lengths.copy()),
         )  # fmt: skip
 
@@ -523,7 +528,7 @@ class TilesBlock:
         """Return the block's tensor number ``row`` as it is."""
         tensor, tiles = int(self.directory.ids[row]), slice(self._firsts[row], self._firsts[row + 1])
         return CodedTensor(
-            tensor, self._table[tensor], int(self.directory.counts[row]), self._thresholds, self._tables,
+            tensor, self._specs[row], int(self.directory.counts[row]), self._thresholds, self._tables,
             self._plain[tiles], self._starts[tiles], self._sizes[tiles], self._streams, self._what,
         )  # fmt: skip
 
@@ -558,16 +563,13 @@ class TilesBlock:
             magnitude_mask(element), key_limits(self._thresholds, element), tiles.start, sizes > 0,
             ~self._plain[tiles] & (sizes > 0), starts - 8 * begin, sizes, read_only(payload),
         )  # fmt: skip
-        done = 0
+        ends, done, elements = np.cumsum(self.directory.numels[rows]), 0, 0
         while wanted:
-            group: list[tuple[int, BaseTensor | None]] = []
-            elements = 0
-            while wanted and (not group or elements + self.directory.numels[wanted[0][0]] <= GROUP_ELEMENTS):
-                group.append(wanted.popleft())
-                elements += int(self.directory.numels[group[-1][0]])
+            last = max(int(np.searchsorted(ends, elements + GROUP_ELEMENTS, "right")), done + 1)
+            group = [wanted.popleft() for _ in range(done, last)]
             found = self._decode(group, batch, (positions[used:], distances[used:]))
-            counts[done : done + len(group)] = found
-            done, used = done + len(group), used + int(found.sum())
+            counts[done:last] = found
+            done, elements, used = last, int(ends[last - 1]), used + int(found.sum())
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
@@ -584,34 +586,38 @@ class TilesBlock:
         from vllm_delta_sync.codec.tiles import decode_kernels as kernels
 
         element = self._block.element
-        grids, matrices = [], []
-        reading: Callable[[], AbstractContextManager[None]] = nullcontext
-        firsts = [self._firsts[row] - batch.first for row, _ in group]
-        for (row, base), first in zip(group, firsts, strict=True):
-            spec = self._table[int(self.directory.ids[row])]
-            grid = grid_of(spec.shape)
-            tiles = slice(first, first + grid.tiles)
+        rows = [row for row, _ in group]
+        grids, rooms = [self._grids[row] for row in rows], self.directory.counts[rows].tolist()
+        firsts = [self._firsts[row] - batch.first for row in rows]
+        for (row, base), grid, first in zip(group, grids, firsts, strict=True):
             if base is not None and base.rectangles is not None:
+                tiles = slice(first, first + grid.tiles)
                 covered = grid.covered(base.rectangles).reshape(-1)
                 batch.wanted[tiles] &= covered > 0
                 batch.coded[tiles] &= covered > 0
                 cut = np.flatnonzero(batch.coded[tiles] & (covered != grid.covered(None).reshape(-1)))
                 if cut.size:
                     raise CutTileError(
-                        f"{self._what}: of tensor {spec.name!r}, this rank has only a part of tile {cut[0]}, which is "
-                        "coded as a whole; publish with codec='plain', or serve with other numbers of ranks"
+                        f"{self._what}: of tensor {self._specs[row].name!r}, this rank has only a part of tile "
+                        f"{cut[0]}, which is coded as a whole; publish with codec='plain', or serve with other numbers "
+                        "of ranks"
                     )
-            matrix = Matrix(np.empty(0, element.uint), 0, grid.columns)
-            if batch.coded[tiles].any():
-                if base is None:
-                    raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
-                if base.in_place is None:
-                    matrix = Matrix(np.ascontiguousarray(checked(base, spec, element)), 0, grid.columns)
-                else:
-                    matrix, reading = base.in_place
-            grids.append(grid)
-            matrices.append(matrix)
-        rooms = [int(self.directory.counts[row]) for row, _ in group]
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext
+        nothing, matrices = np.empty(0, element.uint), []
+        ends = [first + grid.tiles for first, grid in zip(firsts, grids, strict=True)]
+        coded = np.concatenate([[0], np.cumsum(batch.coded[firsts[0] : ends[-1]])])
+        coded_tiles = coded[np.array(ends) - firsts[0]] - coded[np.array(firsts) - firsts[0]]
+        for (row, base), grid, count in zip(group, grids, coded_tiles.tolist(), strict=True):
+            if count == 0:
+                matrices.append(Matrix(nothing, 0, grid.columns))
+            elif base is None:
+                raise UnsupportedError(f"{self._what}: {self._specs[row].name!r} can be decoded only with its old bits")
+            elif base.in_place is None:
+                bits = np.ascontiguousarray(checked(base, self._specs[row], element))
+                matrices.append(Matrix(bits, 0, grid.columns))
+            else:
+                matrix, reading = base.in_place
+                matrices.append(matrix)
         edges, edges_at = _edges_of(grids)
         parts: list[_Part] = []
         for share in shares_of_threads(grids):

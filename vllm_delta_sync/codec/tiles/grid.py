@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
@@ -63,30 +63,30 @@ class Grid:
         # A grid is shared, and loops are compiled for arrays that cannot be written.
         self.row_edges.flags.writeable = self.column_edges.flags.writeable = False
 
-    @property
+    @cached_property
     def across(self) -> int:
         """Tiles per band: side by side."""
         return self.column_edges.size - 1
 
-    @property
+    @cached_property
     def bands(self) -> int:
         """Bands of tiles, one below the other."""
         return self.row_edges.size - 1
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return self.bands * self.across
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return int(self.column_edges[-1])
 
-    @property
+    @cached_property
     def is_row(self) -> bool:
         """Whether the matrix has one row, in whose order the tiles lie."""
         return int(self.row_edges[-1]) == 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return int(self.row_edges[-1]) * self.columns
 
