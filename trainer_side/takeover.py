@@ -74,7 +74,8 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base_exists, check_follows, document_limit
+from vllm_delta_sync.run.checks import check_base_exists, document_limit
+from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.run.run_reader import last_consecutive
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 from vllm_delta_sync.trust import Keyring

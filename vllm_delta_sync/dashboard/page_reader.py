@@ -17,6 +17,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.accounting import is_empty
 from vllm_delta_sync.maintenance.run_stats import Spread
 from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.run.graph import broken_link
 from vllm_delta_sync.run.prefetch import read_ahead
 
 LAST = 200
@@ -45,6 +46,7 @@ class VersionRow:
     version: int
     digest: str
     parent: str | None
+    epoch: int
     step: int
     kind: str
     codec: str | None
@@ -63,6 +65,7 @@ class VersionRow:
             version=manifest.version,
             digest=manifest.digest,
             parent=manifest.parent,
+            epoch=manifest.epoch,
             step=manifest.step,
             kind=manifest.kind,
             codec=manifest.codec,
@@ -197,14 +200,12 @@ class PageReader:
         return head, error
 
     def _unconnected(self) -> dict[int, DeltaSyncError]:
-        """Return the versions whose manifest names another parent than the one before it, as ``check_follows`` does."""
+        """Return the versions whose manifest does not follow the one before it."""
         found: dict[int, DeltaSyncError] = {}
         for version, row in self._rows.items():
             before = self._rows.get(version - 1)
-            if before is not None and row.parent != before.digest:
-                found[version] = ChainError(
-                    f"its parent is manifest {row.parent}, but version {version - 1} is another"
-                )
+            if before is not None and (why := broken_link(before, row)):
+                found[version] = ChainError(f"it {why}")
         return found
 
     def _keep(self, manifest: Manifest, head: Manifest) -> None:

@@ -65,25 +65,6 @@ def check_same_store(run: str, url: str, source: str) -> None:
         )
 
 
-def check_follows(parent: Manifest, manifest: Manifest, digest: str | None = None) -> None:
-    """Raise ChainError unless ``manifest`` is the version after ``parent`` and names it by digest.
-
-    Args:
-        digest: of the damaged manifest between ``parent`` and ``manifest``, if there is one.
-    """
-    digest = digest or parent.digest
-    if manifest.parent != digest:
-        raise ChainError(
-            f"version {manifest.version} names parent {manifest.parent}, the version before is {digest}: "
-            "the history was rewritten"
-        )
-    if manifest.epoch < parent.epoch:
-        raise ChainError(
-            f"version {manifest.version} was written in epoch {manifest.epoch}, version {parent.version} before it in "
-            f"epoch {parent.epoch}: another publisher had taken over the run"
-        )
-
-
 def check_tensor_fingerprints(manifest: Manifest | Anchor, table: TensorTable) -> None:
     """Raise unless ``tensor_fingerprints``, if present, names the table's tensors and adds up to the fingerprint.
 

@@ -185,11 +185,36 @@ class Linked(Protocol):
     def epoch(self) -> int: ...
 
 
+def broken_link(before: Linked, manifest: Linked, digest: str | None = None) -> str | None:
+    """Return why a manifest does not follow the one before it, as what is said of it; None if it does.
+
+    A manifest names the digest of the one before it. One that is of an earlier epoch was written by a publisher that
+    had lost the run.
+
+    Args:
+        digest: of the damaged manifest between the two, if there is one.
+    """
+    digest = digest or before.digest
+    if manifest.parent != digest:
+        return f"names parent {manifest.parent}, the version before is {digest}: the history was rewritten"
+    if manifest.epoch < before.epoch:
+        return (
+            f"was written in epoch {manifest.epoch}, version {before.version} before it in epoch {before.epoch}: "
+            "another publisher had already taken over the run"
+        )
+    return None
+
+
+def check_follows(before: Linked, manifest: Linked, digest: str | None = None) -> None:
+    """Raise ChainError if the link from a manifest to the one before it is broken; see ``broken_link``."""
+    if why := broken_link(before, manifest, digest):
+        raise ChainError(f"version {manifest.version} {why}")
+
+
 def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
     """Return which manifests others contradict.
 
-    Each manifest names the digest of the one before it. The newest speaks first, because the one after it confirms
-    each. One that is of an earlier epoch than the one before it was written by a publisher that had lost the run.
+    The newest speaks first, because the one after it confirms each.
 
     Args:
         manifests: at most one for each version. trusted: version → digest that is right in any case.
@@ -202,11 +227,8 @@ def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tup
     for version in sorted(by_version, reverse=True):
         manifest, before = by_version[version], by_version.get(version - 1)
         parent = manifest.parent
-        if before is not None and parent == before.digest and manifest.epoch < before.epoch:
-            wrong[version] = (
-                f"was written in epoch {manifest.epoch}, version {version - 1} before it in epoch {before.epoch}: "
-                "another publisher had already taken over the run"
-            )
+        if before is not None and parent == before.digest and (why := broken_link(before, manifest)):
+            wrong[version] = why
         elif known.setdefault(version, manifest.digest) != manifest.digest:
             wrong[version] = f"has digest {manifest.digest}, and {known[version]} is named: the history was rewritten"
         elif parent is not None and known.setdefault(version - 1, parent) != parent:

@@ -23,7 +23,7 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, contradicted, contradiction
+from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, broken_link, contradicted, contradiction
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import MAX_BAD_IN_A_ROW, RunReader
 
@@ -465,8 +465,8 @@ class ReadPlanner:
         if abs(start - target) > 1 or not isinstance(lower, Manifest):
             return None
         upper = self.manifest(max(start, target))
-        fits = upper.base_version == lower.version == upper.version - 1 and upper.parent == lower.digest
-        fits &= upper.epoch >= lower.epoch and (target > start or upper.reversible)
+        fits = upper.base_version == lower.version == upper.version - 1 and broken_link(lower, upper) is None
+        fits &= target > start or upper.reversible
         fits &= not any(first <= upper.version <= last for first, last in self._gone)
         if not fits or version_key(upper.version) in {*self._avoid, *self._absent}:
             return None

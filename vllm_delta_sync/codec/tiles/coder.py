@@ -126,7 +126,8 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
             bits = np.ascontiguousarray(checked(base, spec, group.element))
             plain[tiles] = False
             if base.rectangles is not None:
-                plain[tiles] = (grid.covered(base.rectangles) != grid.covered(None)).reshape(-1)
+                held, cut = grid.held(base.rectangles)
+                plain[tiles] = ~held | cut
         tensors.append(_OldTensor(bits, grid, tiles.start, changed))
         elements += spec.numel
     _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
@@ -592,15 +593,14 @@ class TilesBlock:
         for (row, base), grid, first in zip(group, grids, firsts, strict=True):
             if base is not None and base.rectangles is not None:
                 tiles = slice(first, first + grid.tiles)
-                covered = grid.covered(base.rectangles).reshape(-1)
-                batch.wanted[tiles] &= covered > 0
-                batch.coded[tiles] &= covered > 0
-                cut = np.flatnonzero(batch.coded[tiles] & (covered != grid.covered(None).reshape(-1)))
-                if cut.size:
+                held, cut = grid.held(base.rectangles)
+                batch.wanted[tiles] &= held
+                batch.coded[tiles] &= held
+                if np.any(batch.coded[tiles] & cut):
                     raise CutTileError(
                         f"{self._what}: of tensor {self._specs[row].name!r}, this rank has only a part of tile "
-                        f"{cut[0]}, which is coded as a whole; publish with codec='plain', or serve with other numbers "
-                        "of ranks"
+                        f"{np.flatnonzero(batch.coded[tiles] & cut)[0]}, which is coded as a whole; publish with "
+                        "codec='plain', or serve with other numbers of ranks"
                     )
         reading: Callable[[], AbstractContextManager[None]] = nullcontext
         nothing, matrices = np.empty(0, element.uint), []

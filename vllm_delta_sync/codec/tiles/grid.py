@@ -107,6 +107,15 @@ class Grid:
             found[bands] += np.outer(np.maximum(down, 0), np.maximum(along, 0))
         return found
 
+    def held(self, rectangles: Sequence[Rectangle] | None) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return (tiles,) which tiles disjoint rectangles meet, None: all; and which of these they hold only in part.
+
+        The second are cut: they can be decoded only if they are plain.
+        """
+        covered = self.covered(rectangles).reshape(-1)
+        met = covered > 0
+        return met, met & (covered != self.covered(None).reshape(-1))
+
 
 def shares_of_threads(grids: Sequence[Grid]) -> list[list[tuple[int, Span]]]:
     """Return what threads code side by side: for each one, tensors by number, and which of their bands."""

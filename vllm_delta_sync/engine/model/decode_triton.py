@@ -409,7 +409,7 @@ def tile_fields(
     """
     wanted = sizes > 0
     if held is not None:
-        wanted &= grid.covered([part.rectangle for part in held]).reshape(-1) > 0
+        wanted &= grid.held([part.rectangle for part in held])[0]
     numbers = np.flatnonzero(wanted)
     bands, places = np.divmod(numbers, grid.across)
     top, bottom = grid.row_edges[bands], grid.row_edges[bands + 1]

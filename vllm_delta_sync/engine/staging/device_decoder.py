@@ -243,14 +243,13 @@ def _tiles_of(coded: CodedTensor, routes: RouteMap) -> list[TilesOfRoute] | None
         return None
     grid, found = grid_of(coded.spec.shape), list[TilesOfRoute]()
     each = list(zip(routes.routes[coded.tensor], routes.groups[coded.tensor], strict=True))
-    full = grid.covered(None).reshape(-1)
     for source in dict.fromkeys(route.source for route, _ in each):
         mine = [(route, holders) for route, holders in each if route.source == source]
         parts = _old_bits(mine[0][0], coded.spec, routes.destinations[mine[0][0].destination])
         if parts is None:
             return None
-        covered = grid.covered([part.rectangle for part in parts]).reshape(-1)
-        if np.any((covered > 0) & (covered != full) & (coded.sizes > 0)):
+        _, cut = grid.held([part.rectangle for part in parts])
+        if np.any(cut & (coded.sizes > 0)):
             return None
         try:
             numbers, fields, described = tile_fields(

@@ -126,11 +126,9 @@ def cut_tensors(routes: RouteMap) -> list[str]:
         except CutTileError:
             found.append(spec.name)
             continue
-        if rectangles is not None:
-            grid = grid_of(spec.shape)
-            held = grid.covered(rectangles)
-            if np.any((held > 0) & (held != grid.covered(None))):
-                found.append(spec.name)
+        _, cut = grid_of(spec.shape).held(rectangles)
+        if cut.any():
+            found.append(spec.name)
     return found
 
 

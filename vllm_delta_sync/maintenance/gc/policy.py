@@ -17,8 +17,8 @@ DAY = 24 * 3600.0
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What to keep. The head, the newest version that is not quarantined, and everything put less than ``min_age`` ago
-    are always kept.
+    """What to keep. Always kept are the head, the newest version that is not quarantined, the newest that is exact as
+    well, and everything put less than ``min_age`` ago.
 
     Attributes:
         keep_last: number of newest versions to keep, with all their deltas.

@@ -27,7 +27,8 @@ from vllm_delta_sync.format.manifest import (
 )
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
-from vllm_delta_sync.run.checks import check_follows, object_limit
+from vllm_delta_sync.run.checks import object_limit
+from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.run.objects import fetch_object_file
 from vllm_delta_sync.run.run_reader import RunReader, read_info, read_table
 from vllm_delta_sync.trust import Keyring
