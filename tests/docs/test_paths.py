@@ -22,7 +22,7 @@ OF_A_SERVER = {
     "vllm_delta_sync/notice/subscriber.py",
     "vllm_delta_sync/engine/follow/service.py",
     "vllm_delta_sync/engine/core/ports.py",
-    "vllm_delta_sync/engine/core/engine_core.py",
+    "vllm_delta_sync/engine/core/pause_watchdog.py",
     "vllm_delta_sync/engine/planning/trusted_head.py",
 }
 """Of the steps of an apply: those that only a server with several processes takes, or one with certain settings."""

@@ -103,12 +103,12 @@ entrypoints/plugin.py | LOADS
 entrypoints/plugin.py | NATIVE
     vllm.distributed.weight_transfer.factory: WeightTransferEngineFactory._registry;
         WeightTransferEngineFactory.register_engine(name, class_name)
-core/engine_core.py | CORE
+core/pause_watchdog.py | CORE
     vllm.v1.engine.core: EngineCoreProc.set_weight_version; EngineCoreProc.get_weight_version; EngineCore.add_request;
         EngineCoreProc.pause_scheduler(self, mode, clear_cache) only; EngineCoreProc.resume_scheduler(self) only
-core/engine_core.py | a /pause during a commit lets new requests wait instead of rejecting them
+core/pause_watchdog.py | a /pause during a commit lets new requests wait instead of rejecting them
     vllm.v1.engine.core: EngineCoreProc.pause_generation since 0.33
-core/engine_core.py | a dead engine leaves exit status 0
+core/engine_shutdown.py | a dead engine leaves exit status 0
     vllm.v1.engine.async_llm: AsyncLLM.shutdown; AsyncLLM.errored
 core/ports.py | CALLS
     vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
@@ -137,14 +137,14 @@ compat/caches.py | REFUSALS
         ECTransferConfig.ec_connector
 core/ports.py | a hanging engine is not ended
     vllm.utils.system_utils: kill_process_tree(pid)
-core/engine_core.py | CORE
+core/pause_watchdog.py | CORE
     vllm.v1.engine: EngineCoreRequestType.WAKEUP
     vllm.v1.core.sched.scheduler: Scheduler.set_pause_state
-core/engine_core.py | CALLS
+core/rank_calls.py | CALLS
     vllm.v1.executor.multiproc_executor: FutureWrapper(futures_queue, get_response); MultiprocExecutor.is_failed;
         MultiprocExecutor.collective_rpc(method, timeout, args)
     vllm.distributed.device_communicators.shm_broadcast: MessageQueue.enqueue(obj); MessageQueue.dequeue(timeout)
-core/engine_core.py | a lost node leaves the engine waiting
+core/pause_watchdog.py | a lost node leaves the engine waiting
     vllm: envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 core/executors.py | a lost node leaves the engine waiting
     vllm.v1.executor.multiproc_executor: WorkerProc.worker_busy_loop(self) only; MultiprocExecutor.response_mqs

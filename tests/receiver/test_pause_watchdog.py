@@ -15,8 +15,8 @@ from tests.support.engine_cores import EngineCore
 from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import plain_label
-from vllm_delta_sync.engine.core import engine_core
-from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
+from vllm_delta_sync.engine.core import pause_watchdog
+from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
 from vllm_delta_sync.engine.protocol import (
     Adapter,
     Describe,
@@ -81,7 +81,7 @@ def test_an_engine_that_gets_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> 
 
     ended: list[str] = []
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7")
-    monkeypatch.setattr(engine_core, "call_executor", no_answer)
+    monkeypatch.setattr(pause_watchdog, "call_executor", no_answer)
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.append(reason))
     with pytest.raises(TimeoutError):
         watchdog_of(SimpleNamespace(model_executor=None)).call_ranks(b"")
@@ -98,7 +98,7 @@ def test_an_engine_that_hangs_in_vllms_own_pause_ends(monkeypatch: pytest.Monkey
 
     engine = EngineCore()
     monkeypatch.setattr(engine, "pause_scheduler", pause_scheduler)
-    monkeypatch.setattr(engine_core, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(pause_watchdog, "STUCK_SECONDS", 0.05)
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.set())
     with pytest.raises(RuntimeError, match="ended"):
         watchdog_of(engine).pause("keep", "keep", 0.05)
@@ -135,7 +135,7 @@ class Engine(EngineCore):
 def installed(*held: RankState) -> Any:
     """An engine core with the watchdog in it, as vLLM's has it in a server."""
     engine = Engine(*held)
-    engine_core.install(engine)
+    pause_watchdog.install(engine)
     return engine
 
 

@@ -73,7 +73,7 @@ except AttributeError as error:
     assert "model_executor" in str(error), error
 else:
     raise SystemExit("vLLM's method was not called")
-assert "vllm_delta_sync.engine.core.engine_core" not in sys.modules
+assert "vllm_delta_sync.engine.core.pause_watchdog" not in sys.modules
 """
 
 

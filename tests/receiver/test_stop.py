@@ -19,7 +19,7 @@ from tests.support.modules import ModulePort
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
+from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.protocol import decode_request

@@ -118,11 +118,11 @@ def test_the_scan_sees() -> None:
 
 def test_what_is_sent_to_ranks_is_plain() -> None:
     """The one method that ranks are asked for is a name, and it takes bytes and a number."""
-    from vllm_delta_sync.engine.core import engine_core
+    from vllm_delta_sync.engine.core import rank_calls
     from vllm_delta_sync.engine.worker import worker_extension as worker
 
-    assert isinstance(engine_core.RANK_METHOD, str)
+    assert isinstance(rank_calls.RANK_METHOD, str)
     extension = next(
-        cls for cls in vars(worker).values() if isinstance(cls, type) and hasattr(cls, engine_core.RANK_METHOD)
+        cls for cls in vars(worker).values() if isinstance(cls, type) and hasattr(cls, rank_calls.RANK_METHOD)
     )
-    assert callable(getattr(extension, engine_core.RANK_METHOD))
+    assert callable(getattr(extension, rank_calls.RANK_METHOD))

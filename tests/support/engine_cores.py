@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.modules import ModulePort
 from vllm_delta_sync.engine.compat.caches import WeightCaches
-from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
+from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
 from vllm_delta_sync.engine.protocol import decode_request
 
 

@@ -124,11 +124,8 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_ownership.py",
     ),
     "vllm_delta_sync/engine/compat/caches.py": ("receiver/test_caches.py",),
-    "vllm_delta_sync/engine/core/engine_core.py": (
-        "receiver/test_pause_watchdog.py",
-        "receiver/test_rank_calls.py",
-        "receiver/test_compat.py",
-    ),
+    "vllm_delta_sync/engine/core/pause_watchdog.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
+    "vllm_delta_sync/engine/core/rank_calls.py": ("receiver/test_rank_calls.py",),
 }
 """Modules of the core, and the suites in tests/ that answer for each."""
 

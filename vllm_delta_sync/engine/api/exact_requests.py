@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.core.engine_core import ask_engines
+from vllm_delta_sync.engine.core.engine_shutdown import ask_engines
 from vllm_delta_sync.errors import BusyError, EngineError, UsageError
 
 VERSION_HEADER = "X-Delta-Sync-Version"

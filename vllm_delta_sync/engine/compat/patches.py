@@ -4,9 +4,10 @@ Other places that use vLLM's internals have their own files; where they replace 
 
 =====================================  ===============================================================================
 ``entrypoints/plugin.py``              entries in two registries; wraps a method of engine cores, in every process
-``core/engine_core.py``                adds methods to an engine core; wraps its pause, loop and end, and the end of its
-                                       client; the scheduler's pause state, and callbacks that wait for an idle engine;
-                                       the multiprocessing executor's queues
+``core/pause_watchdog.py``             adds methods to an engine core; wraps its pause, loop and end; the scheduler's
+                                       pause state, and callbacks that wait for an idle engine
+``core/rank_calls.py``                 the multiprocessing executor's queues
+``core/engine_shutdown.py``            wraps the end of an engine's client
 ``compat/caches.py``                   an engine core's caches: their keys, and what drops them
 ``core/executors.py``                  wraps the loop of a worker; the sockets of queues to other nodes
 ``compat/load_hook.py``                records what is done to weights after loading

@@ -1,4 +1,4 @@
-"""Calls from the API server to the ranks: ``ports`` there, ``engine_core`` in the engine core's process.
+"""Calls from the API server to the ranks: ``ports`` there, ``pause_watchdog`` in the engine core's process.
 
 May import ``engine.worker`` and what is below. Begin with ``ports``.
 """

@@ -7,10 +7,10 @@ vLLM's executors: ``mp`` (``MultiprocExecutor``, on one node, or on several with
 and who gives it:
 
 1.  A call reaches every rank on every node and brings one answer of each, in the order of ranks:
-    ``engine_core.call_executor``, ``ServerEnginePort._call_ranks``. All four; ``external_launcher`` does not, and
+    ``rank_calls.call_executor``, ``ServerEnginePort._call_ranks``. All four; ``external_launcher`` does not, and
     ``features.check_layout`` refuses it.
-2.  An answer can be told from one to an earlier call: ``engine_core.check_numbers``. All, because answers are numbered.
-3.  The answers after a failed call can be read on: ``engine_core._read_answer``. ``mp`` and ``ray`` by their queues;
+2.  An answer can be told from one to an earlier call: ``rank_calls.check_numbers``. All, because answers are numbered.
+3.  The answers after a failed call can be read on: ``rank_calls._read_answer``. ``mp`` and ``ray`` by their queues;
     the others keep no answer for later.
 4.  Calls and steps run on one thread of a worker, in the order in which they were made: ``RankWorker.commit`` works on
     the stream of that thread. All but ``old ray``, whose steps have another thread; there 5 must suffice.

@@ -1,6 +1,6 @@
 """``ServerEnginePort`` and ``OfflineEnginePort``: the ``EnginePort`` of a server's client and of an ``LLM`` object.
 
-Both call methods that ``engine_core.install`` has added to vLLM's engine core. A server's client may have several
+Both call methods that ``pause_watchdog.install`` has added to vLLM's engine core. A server's client may have several
 engine cores: with data parallelism each has its own scheduler and ranks. Engines of a dense model are independent;
 those of a mixture of experts run in step and wait for each other in every forward pass, in pauses and when they resume.
 Therefore every call goes to all engines at once, and waits for all answers even if one fails: the caller must not
@@ -21,7 +21,7 @@ import msgspec
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError, EngineStopped
 from vllm_delta_sync.engine.compat.patches import version_label
-from vllm_delta_sync.engine.core.engine_core import ask_engines, watch_shutdown
+from vllm_delta_sync.engine.core.engine_shutdown import ask_engines, watch_shutdown
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
 from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError

@@ -50,7 +50,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.api.shared_objects import SharedObjects
         from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
-        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, watch_shutdown
+        from vllm_delta_sync.engine.core.engine_shutdown import fail_when_engine_died, watch_shutdown
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans

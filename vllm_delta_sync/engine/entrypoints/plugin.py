@@ -130,9 +130,9 @@ def _wrap_engine_core(core: Any) -> None:
     @wraps(original)
     def initialize(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         if is_our_extension(vllm_config.parallel_config.worker_extension_cls):
-            from vllm_delta_sync.engine.core import engine_core
+            from vllm_delta_sync.engine.core import pause_watchdog
 
-            engine_core.install(self)
+            pause_watchdog.install(self)
         return original(self, vllm_config, *args, **kwargs)
 
     core.EngineCore._initialize_kv_caches = initialize

@@ -1,20 +1,18 @@
-"""What runs in the engine core's process: ``PauseWatchdog`` makes each pause and ends a lost one; calls to the ranks.
+"""``PauseWatchdog``, in the engine core's process, makes each pause and ends a lost one; ``install`` adds it to vLLM's.
 
 The controller runs in the API server, and the pause in the engine core, which is another process: a controller that
 dies or hangs between pause and resume would leave generation paused forever. Therefore each pause has a deadline.
 After it the watchdog brings the ranks to one version, on the thread that runs the engine core's loop, and resumes.
 Other callers' pauses (vLLM's /pause, /sleep) are kept apart: what was paused before stays paused, and calls that arrive
 meanwhile run after our pause. What an engine computed from older weights is dropped, or gets another key, within each
-pause (``WeightCaches``). ``install`` adds all this to one engine core of vLLM's.
+pause (``WeightCaches``).
 """
 
-import asyncio
-import itertools
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +25,10 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import wrap_method
 from vllm_delta_sync.engine.core import executors
+from vllm_delta_sync.engine.core.rank_calls import call_executor
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
-from vllm_delta_sync.errors import EngineError, SettingsError, WeightsLostError
+from vllm_delta_sync.errors import SettingsError, WeightsLostError
 from vllm_delta_sync.settings import Settings, client_settings
 
 STEP_TIMEOUT_S = 300
@@ -38,15 +37,6 @@ RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
 STUCK_SECONDS = 60.0
 """How long the engine's loop may be busy after a deadline before it counts as hung."""
-ALIVE_CHECK_SECONDS = 0.5
-"""Interval between checks, while a client waits for an answer, that its engine has not died."""
-FAILURE_SECONDS = 60.0
-"""How long to wait for an answer after a rank reported a failure, which may belong to an earlier call. Calls are short:
-long operations run in the rank's background thread."""
-SHUTDOWN_BEGAN = "delta_sync_shutdown_began"
-"""Attribute of a client that has the event of ``watch_shutdown``."""
-RANK_METHOD = "delta_sync_call"
-"""Method of ``WorkerExtension`` that receives calls."""
 
 
 @dataclass
@@ -413,141 +403,3 @@ def install(engine: Any) -> None:
         # An engine in its controller's own process lacks the last ones.
         if hasattr(engine, name):
             wrap_method(engine, name, wrapper)
-
-
-def fail_when_engine_died(client: Any) -> None:
-    """Make ``vllm serve`` exit with status 1 if its engine died.
-
-    Cause: it shuts down as after a request to stop. Symptom: exit status 0, so that a supervisor does not restart it.
-    Remove when: vLLM exits with an error itself.
-    """
-    was_errored: list[bool] = []
-
-    def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # Only the first call counts: after any shutdown the client looks as if its engine had died.
-        was_errored.append(client.errored)
-        original(*args, **kwargs)
-        if was_errored == [True]:
-            logger.critical("the engine is dead; exit status 1")
-            raise SystemExit(1)
-
-    wrap_method(client, "shutdown", shutdown)
-
-
-def watch_shutdown(client: Any) -> threading.Event:
-    """Return an event that is set once a client begins to shut its engine down; the same event at each call.
-
-    Cause: vLLM ends the engine of a server that is asked to stop while other threads still call it. Symptom: a warning
-    or a traceback for each of these calls, at every normal stop. Remove when: vLLM notifies plugins before it stops.
-    """
-    began: threading.Event | None = getattr(client, SHUTDOWN_BEGAN, None)
-    if began is not None:
-        return began
-    event = threading.Event()
-    setattr(client, SHUTDOWN_BEGAN, event)
-
-    def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        event.set()
-        return original(*args, **kwargs)
-
-    wrap_method(client, "shutdown", shutdown)
-    return event
-
-
-async def ask_engines(client: Any, calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Return the answers to calls of a client's engines, in their order.
-
-    Cause: vLLM never answers a call that an engine had not answered when it died. Symptom: the call, and the request
-    that it was made for, wait on; and the server waits for its requests instead of exiting. Remove when: such calls
-    fail.
-
-    Raises:
-        EngineError: an engine died before it answered. Exception: the first error, once all have answered.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    gathered = asyncio.gather(*tasks, return_exceptions=True)
-    try:
-        while not (await asyncio.wait({gathered}, timeout=ALIVE_CHECK_SECONDS))[0]:
-            if client.errored:
-                raise EngineError("it died before it answered")
-    finally:
-        for task in tasks:
-            task.cancel()
-    outcomes = gathered.result()
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
-
-
-_numbers = itertools.count(time.time_ns())
-
-
-def next_number() -> int:
-    """Return a number for a call, which its answers carry. Unique among all processes that call these ranks."""
-    return next(_numbers)
-
-
-def call_executor(executor: Any, request: bytes, timeout_s: float | None) -> list[bytes]:
-    """Send an encoded request to every rank of an executor; returns encoded answers in the order of ranks.
-
-    Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
-    it; they stay in their queues, and every later call gets the previous call's answer from those ranks. Symptom: after
-    any failed call under tensor parallelism, ranks answer the wrong call from then on. This function drops answers to
-    other calls. Remove when: the executor reads all answers before it raises.
-
-    Raises:
-        TimeoutError: a rank does not answer in time. EngineError: a rank failed in the call; or it answered another
-            call, and this executor has no queues to read on from.
-    """
-    number = next_number()
-    if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
-        return check_numbers(executor.collective_rpc(RANK_METHOD, timeout=timeout_s, args=(request, number)), number)
-    if executor.is_failed:
-        raise EngineError("the engine's workers are gone")
-    from vllm.v1.executor.multiproc_executor import FutureWrapper
-
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    executor.rpc_broadcast_mq.enqueue((RANK_METHOD, (request, number), {}, None))
-
-    def read() -> list[bytes]:
-        queues = enumerate(executor.response_mqs)
-        return [_read_answer(queue, rank, number, deadline)["answer"] for rank, queue in queues]
-
-    # In the executor's order: steps under way have answers in these queues too.
-    answers: list[bytes] = FutureWrapper(executor.futures_queue, get_response=read).result()
-    return answers
-
-
-def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> dict[str, Any]:
-    """One rank's answer to the call of that number. A failure carries no number: it may belong to an earlier call whose
-    answer is still in the queue, or to this call, which then gets no other answer."""
-    failure: str | None = None
-    while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            status, result = queue.dequeue(timeout=left)
-        except TimeoutError:
-            if failure is None:
-                raise
-            raise EngineError(f"rank {rank} failed outside of its rank worker: {failure}") from None
-        if isinstance(result, dict) and result.get("call") == number:
-            return result
-        if getattr(status, "name", "").startswith("FAILURE"):
-            failure = str(result)
-            until = time.monotonic() + FAILURE_SECONDS
-            deadline = until if deadline is None else min(deadline, until)
-            logger.warning("rank %d reported a failure, of this call or an earlier one: %s", rank, failure)
-            continue
-        logger.warning("dropped an answer of rank %d to an earlier call, which had failed on another rank", rank)
-
-
-def check_numbers(answers: list[Any], number: int) -> list[bytes]:
-    """Return the encoded answers if all belong to the call of that number. Raises EngineError."""
-    for rank, answer in enumerate(answers):
-        if not isinstance(answer, dict) or answer.get("call") != number:
-            raise EngineError(
-                f"rank {rank} answered another call: an earlier one failed on another rank, and vLLM does not recover "
-                "from that; start the engine again"
-            )
-    return [answer["answer"] for answer in answers]
