@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, check_name
+from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.slime_deltas import check_frames, delta_index, new_tensors
@@ -132,8 +132,6 @@ class CheckpointFolder:
             self.sums = {name: text for each in checkpoint.files.values() for name, text in each.metadata.items()}
         elif not self.specs:
             raise NotFoundError(f"checkpoint {str(path)!r} has no tensor; give one with weights")
-        for name in self.specs:
-            check_name(name)
         self.bytes = sum(spec.nbytes for spec in self.specs.values())
         self.step = step_of(self.path) if self.delta is None else self.delta.version
         self.fingerprint: str | None = None

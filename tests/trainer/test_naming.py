@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, saved, train
 from tests.support.publishing import assert_same
+from trainer_side import Publisher
 from trainer_side.model.conversion_trace import Replay, View, trace
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.errors import ModelError, UsageError
@@ -120,8 +122,6 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
         "no tensor": ([("w", 3.0)], ModelError, "'w' is a float"),
         "twice": ([("w", weight), ("w", weight.clone())], ModelError, "'w' is yielded twice"),
         "twice tied": ([("v", weight), ("w", weight), ("w", weight)], ModelError, "'w' is yielded twice"),
-        "reserved": ([("@0.ids", weight)], ModelError, "'@0.ids' cannot be published"),
-        "nameless": ([("", weight)], ModelError, "'' cannot be published"),
         "generator": ((pair for pair in [("w", weight)]), UsageError, "can be read only once"),
         "not pairs": ([weight], UsageError, "pairs, got a Tensor"),
         "a number": (3, UsageError, "the model is a int"),
@@ -142,6 +142,34 @@ def test_refused(case: str) -> None:
     model, error, message = refusals()[case]
     with pytest.raises(error, match=message):
         live_tensors(model)
+
+
+TENSORS_OF_NO_RUN = {
+    "reserved": ("@0.ids", (2,), "'@0.ids' is empty, reserved"),
+    "nameless": ("", (2,), "'' is empty, reserved"),
+    "header": ("__metadata__", (2,), "'__metadata__' is empty, reserved"),
+    "line end": ("a\nb", (2,), r"'a\\nb' is .*not printable"),
+    "long": ("ä" * 257, (2,), "bytes is 514"),
+    "deep": ("w", (1,) * 17, "w: dimensions is 17"),
+}
+
+
+@pytest.mark.parametrize("case", list(TENSORS_OF_NO_RUN))
+def test_tensors_that_no_run_can_have(case: str, tmp_path: Path) -> None:
+    name, shape, words = TENSORS_OF_NO_RUN[case]
+    values = {name: torch.zeros(shape), "kept": torch.zeros(2)}
+    with pytest.raises(ModelError, match=f"no run can have this tensor: .*{words}.*; .*rename=.*exclude=") as caught:
+        Publisher(values, str(tmp_path / "run"))
+    assert "hostile" not in caught.value.message
+    if case not in ("header", "deep"):  # which no checkpoint is read with
+        save_file(values, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=f"{words}.*; give a base that has no such tensor"):
+            Publisher({"kept": values["kept"]}, str(tmp_path / "run"), base=tmp_path)
+    module = nn.Module()
+    module._parameters = {key: nn.Parameter(value) for key, value in values.items()}
+    assert not (tmp_path / "run").exists()
+    with Publisher(module, str(tmp_path / "run"), include="kept") as publisher:
+        assert [spec.name for spec in publisher.table] == ["kept"]
 
 
 @pytest.mark.usefixtures("process_group")

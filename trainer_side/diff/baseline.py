@@ -19,7 +19,7 @@ from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.sources import check_fits, own_spec, target_names
-from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
+from vllm_delta_sync.errors import FingerprintError, FormatError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
@@ -35,7 +35,8 @@ def new_run_tensors(
     """Return a new run's tensors, live name → names in the run, and the base."""
     if base is None:
         names = target_names(live, None, "")
-        table = TensorTable(own_spec(tensor) for name, tensor in live.tensors.items() if name not in live.excluded)
+        specs = [own_spec(tensor) for name, tensor in live.tensors.items() if name not in live.excluded]
+        remedy = "give it another name (rename=), or leave it out (exclude=)"
         checkpoint = None
     else:
         checkpoint = Checkpoint(base)
@@ -47,7 +48,12 @@ def new_run_tensors(
                 "of its own that servers need, such as an untied output head, leave base= out, and start servers with "
                 "--load-format delta_sync; those that servers do not need, such as a value head, go into exclude="
             ) from error
-        table = TensorTable(checkpoint.specs.values())
+        specs = list(checkpoint.specs.values())
+        remedy = f"give a base that has no such tensor in place of {str(checkpoint.path)!r}"
+    try:
+        table = TensorTable(specs, blame="")
+    except FormatError as error:
+        raise ModelError(f"no run can have this tensor: {error.message}; {remedy}") from error
     live.unused = [name for name in live.excluded if not names[name]]
     if not len(table):
         raise ModelError("the model yields no tensor, and there is no base: nothing can be published")

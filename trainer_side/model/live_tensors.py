@@ -114,12 +114,6 @@ def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def check_name(name: str) -> None:
-    """Raise ModelError unless ``name`` is valid as the name of a tensor in a delta."""
-    if not name or name.startswith("@"):
-        raise ModelError(f"tensor name {name!r} cannot be published: it is empty or starts with '@'")
-
-
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the identities of the storages of some tensors; valid while they live."""
     return {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -20,7 +20,6 @@ from trainer_side.model.live_tensors import (
     CheckpointTensor,
     LiveTensors,
     changed,
-    check_name,
     check_readable,
     storage_key,
     storages_of,
@@ -177,7 +176,6 @@ class ModuleForm:
         configured = _configured_dtypes(self._model, state)
         self.tensors: dict[str, CheckpointTensor] = {}
         for name, route in self.routes.items():
-            check_name(name)
             source = route.sources[0]
             self.tensors[name] = CheckpointTensor(
                 name, route.shape, _dtype(state[source]), configured.get(source), state[source].device

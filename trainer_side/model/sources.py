@@ -15,7 +15,6 @@ from trainer_side.model.live_tensors import (
     LiveTensors,
     NamedTensors,
     changed,
-    check_name,
     check_readable,
     pairs,
     storage_key,
@@ -83,7 +82,6 @@ class IterableTensors(LiveTensors):
         # These keep identities, not memory: a function may gather each tensor and drop it before the next.
         identities: list[StorageWeakRef] = []
         for name, value in pairs(source()):
-            check_name(name)
             tensor = check_readable(name, value)
             if name in self.tensors or name in self.aliases:
                 raise ModelError(f"tensor name {name!r} is yielded twice; each name must occur once")

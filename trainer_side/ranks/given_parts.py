@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer_side.model.live_tensors import CheckpointTensor, NamedTensors, changed, check_name, check_readable
+from trainer_side.model.live_tensors import CheckpointTensor, NamedTensors, changed, check_readable
 from trainer_side.model.module import Selection
 from trainer_side.ranks.group import Json, ProcessGroup
 from trainer_side.ranks.shard_parts import RankParts, ShardPart, part_name
@@ -126,7 +126,6 @@ class GivenParts(RankParts):
                     f"parts= yields {str(type(item))[:80]}; yield trainer_side.Part(name, shape, offsets, tensor)"
                 )
             name, tensor = item[0], check_readable(item[0], item[3])
-            check_name(name)
             try:
                 # Integers of any kind, such as numpy's, which other ranks could not be sent.
                 whole, offsets = (tuple(map(index, numbers)) for numbers in item[1:3])

@@ -43,14 +43,14 @@ class TensorTable:
 
     Raises:
         FormatError: a duplicate or malformed name, an unknown dtype.
-        LimitError: a count, name, shape or size above its limit.
+        LimitError: a count, name, shape or size above its limit; the message ends with ``blame``.
     """
 
-    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+    def __init__(self, specs: Iterable[TensorSpec], blame: str = limits.CORRUPT) -> None:
         rows = list(specs)
-        check_limit("tensor table: number of tensors", len(rows), limits.MAX_TENSORS, "MAX_TENSORS")
+        check_limit("tensor table: number of tensors", len(rows), limits.MAX_TENSORS, "MAX_TENSORS", blame)
         for spec in rows:
-            _check_spec(spec)
+            _check_spec(spec, blame)
         self.specs = tuple(sorted(rows, key=lambda spec: spec.name.encode()))
         self._source: bytes | None = None
         self._index: dict[str, int] = {}
@@ -59,7 +59,7 @@ class TensorTable:
                 raise FormatError(f"tensor table names {spec.name!r} twice")
         self.total = sum(spec.numel for spec in self.specs)
         self.full_bytes = sum(spec.nbytes for spec in self.specs)
-        check_limit("tensor table: bytes in all", self.full_bytes, limits.MAX_MODEL_BYTES, "MAX_MODEL_BYTES")
+        check_limit("tensor table: bytes in all", self.full_bytes, limits.MAX_MODEL_BYTES, "MAX_MODEL_BYTES", blame)
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -130,14 +130,16 @@ def _parse_row(row: object) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(shape))
 
 
-def _check_spec(spec: TensorSpec) -> None:
+def _check_spec(spec: TensorSpec, blame: str) -> None:
     shown = spec.name[:80]
     if not spec.name or spec.name.startswith("@") or spec.name == "__metadata__" or not spec.name.isprintable():
         raise FormatError(f"tensor name {shown!r} is empty, reserved, starts with '@' or is not printable")
     name_bytes = len(spec.name.encode())
-    check_limit(f"tensor name {shown!r}: bytes", name_bytes, limits.MAX_TENSOR_NAME_BYTES, "MAX_TENSOR_NAME_BYTES")
-    check_limit(f"{shown}: dimensions", len(spec.shape), limits.MAX_DIMENSIONS, "MAX_DIMENSIONS")
+    check_limit(
+        f"tensor name {shown!r}: bytes", name_bytes, limits.MAX_TENSOR_NAME_BYTES, "MAX_TENSOR_NAME_BYTES", blame
+    )
+    check_limit(f"{shown}: dimensions", len(spec.shape), limits.MAX_DIMENSIONS, "MAX_DIMENSIONS", blame)
     for size in spec.shape:
-        check_limit(f"{shown}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
-    check_limit(f"{shown}: elements", math.prod(spec.shape), limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
+        check_limit(f"{shown}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS", blame)
+    check_limit(f"{shown}: elements", math.prod(spec.shape), limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS", blame)
     dtype_of(spec.dtype, f"tensor {shown}")
