@@ -7,7 +7,7 @@ import asyncio
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.support.modules import ModulePort
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
 from vllm_delta_sync import open_run
+from vllm_delta_sync.engine.api import embedded
 from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -228,6 +229,32 @@ def test_a_call_that_an_engine_has_not_answered_ends_with_it(site: Site) -> None
         site.service.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["close", "shutdown", "death"])
+def test_who_waits_for_a_version_learns_at_once_that_it_cannot_come(site: Site, end: str) -> None:
+    async def main() -> None:
+        engine = OneClient(Core(ModulePort(*site.world.models)))
+        settings = Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep")
+        sync = embedded.AsyncSync(engine, settings)
+        site.service = sync._service
+        await sync.wait(0, WAIT)
+        waiting = asyncio.create_task(sync.wait(9, timeout=10 * WAIT))
+        await asyncio.sleep(0.05)
+        await {"close": sync.close, "shutdown": in_thread(engine.shutdown), "death": in_thread(engine.die)}[end]()
+        words = "this is closed and no longer follows" if end == "close" else "the engine has ended"
+        with pytest.raises(EngineError, match=words):
+            await asyncio.wait_for(waiting, WAIT)
+        with pytest.raises(EngineError, match=words):
+            await sync.wait(9)
+        assert (await sync.wait(0))["served"]["version"] == 0
+        await sync.close()
+
+    asyncio.run(main())
+
+
+def in_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    return lambda: asyncio.to_thread(call)
 
 
 def test_a_cancelled_call_is_no_stop(site: Site) -> None:

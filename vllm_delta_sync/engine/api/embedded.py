@@ -134,6 +134,7 @@ def _settings(bucket: str, trusted_keys: str | Sequence[str | Path] | None) -> S
 
 WAIT_STEP_SECONDS = 0.01
 CLOSE_SECONDS = 60.0
+CLOSED = "this is closed and no longer follows; call attach_async again"
 ATTACHED = "delta_sync_attached"
 """Attribute of an engine to which ``attach_async`` is attached."""
 
@@ -173,7 +174,7 @@ class AsyncSync:
 
     async def _ask(self, action: str, argument: Any = None) -> Answer:
         if self._closed:
-            raise EngineError("this is closed and no longer follows; call attach_async again")
+            raise EngineError(CLOSED)
         future: asyncio.Future[Answer] = asyncio.wrap_future(self._service.request(action, argument))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -229,19 +230,27 @@ class AsyncSync:
             timeout: seconds.
 
         Raises:
-            OverdueError: it is not served in time.
+            OverdueError: it is not served in time. EngineError: this was closed, or the engine has ended.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
             served = self._service.receiver.served_version
             if served is not None and served >= version:
                 return self.status()
+            self._check_moves()
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 raise OverdueError(
                     f"version {version} was not served within {timeout:g} s; version {served} is, see status()"
                 )
             await asyncio.sleep(min(WAIT_STEP_SECONDS, left))
+
+    def _check_moves(self) -> None:
+        """Raise EngineError if no later version can be served any more."""
+        if self._closed:
+            raise EngineError(CLOSED)
+        if self._engine.errored:
+            raise EngineError("the engine has ended, see its log; make a new one, and call attach_async for it")
 
     async def close(self) -> None:
         """Stop following. The engine keeps the version it serves; pending calls raise EngineError."""
