@@ -4,6 +4,7 @@ These are configuration, tokenizer and the like, from the base or a transformers
 """
 
 import copy
+import json
 import os
 import re
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from trainer_side.model.module import unwrap
-from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.errors import ModelError, StoreError, UsageError
 from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
 from vllm_delta_sync.process_folders import ProcessFolder
@@ -89,6 +91,27 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
                 path.unlink()
                 del found[name]
         yield folder.path if found else None
+
+
+SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""What decides, beside the tensors, what an adapter computes. A run keeps the configuration that it began with."""
+
+
+def check_adapter(run: Run, files: str | Path | None) -> None:
+    """Raise ModelError if ``files`` has the configuration of an adapter that computes something else than the run's."""
+    adapter = None if files is None else Path(files) / ADAPTER_CONFIG_NAME
+    if adapter is None or adapter not in _files_in(adapter.parent):
+        return
+    try:
+        kept, own = dict(json.loads(run.file(ADAPTER_CONFIG_NAME))), dict(json.loads(_read(adapter)))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{str(adapter)!r}, or that of the run at {run.bucket.url}, is damaged: {error}") from error
+    for name in SCALING:
+        if kept.get(name) != own.get(name):
+            raise ModelError(
+                f"the run at {run.bucket.url} was begun with {name} = {kept.get(name)!r}, and this adapter has "
+                f"{own.get(name)!r}; a run keeps its adapter_config.json, so publish to a new URL"
+            )
 
 
 class _SizeBudget:

@@ -32,6 +32,7 @@ from trainer_side.background_thread import BackgroundThread
 from trainer_side.encode.update_gate import judge_state
 from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, ProcessGroup, check_same
+from trainer_side.run_files import check_adapter
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError, stored_digest
 from vllm_delta_sync.bucket import Bucket
@@ -509,6 +510,7 @@ class Takeover:
         # Why the weights that replace a lost version are quarantined, if they are.
         self._reasons: list[str] = []
         weights.fit(self._run)
+        check_adapter(self._run, options.files)
 
     def take_over(self) -> OpenedRun:
         """Read the newest version back, claim the run, and continue after it.

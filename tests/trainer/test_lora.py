@@ -191,6 +191,16 @@ def test_a_branch_goes_on_with_deltas_between_related_adapters(url: str) -> None
         adapter_publisher(adapted(qwen3(), lora_alpha=8), url)
 
 
+def test_another_scaling_is_refused_before_the_run_is_taken_from_its_publisher(url: str) -> None:
+    model = adapted(qwen3())
+    with adapter_publisher(model, url) as publisher:
+        with pytest.raises(ModelError, match="was begun with lora_alpha = 6, and this adapter has 8"):
+            adapter_publisher(adapted(qwen3(), lora_alpha=8), url)
+        randomize(model, 1)
+        publisher.publish(step=1, wait=True)
+    assert_holds(open_run(url), 1, get_peft_model_state_dict(model))
+
+
 def test_what_is_no_adapter_is_refused(url: str) -> None:
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no adapter 'default', but none"):
         adapter_publisher(qwen3(), url)

@@ -6,7 +6,6 @@ publish the base with the adapter merged instead, give the PEFT model itself to 
 does not load, such as DoRA (docs/lora.md).
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from trainer_side.ranks.given_parts import Part
 from trainer_side.ranks.group import in_world
 from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.process_folders import ProcessFolder
-from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, local_boxes
 
 __all__ = ["adapter_publisher"]
@@ -49,15 +47,8 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
         finally:
             config.inference_mode = was_training
         if tensors.are_sharded:
-            publisher = Publisher(None, bucket, files=folder.path, parts=tensors.parts, **options)
-        else:
-            publisher = Publisher(tensors.whole, bucket, files=folder.path, **options)
-        try:
-            _check_same(publisher, (folder.path / ADAPTER_CONFIG_NAME).read_bytes())
-        except BaseException:  # including interrupts: the caller gets no publisher to close
-            publisher.close()
-            raise
-        return publisher
+            return Publisher(None, bucket, files=folder.path, parts=tensors.parts, **options)
+        return Publisher(tensors.whole, bucket, files=folder.path, **options)
 
 
 def adapter_name(adapter: bool | str) -> str | None:
@@ -127,18 +118,3 @@ class AdapterTensors:
         for name, tensor in self.whole():
             for box, piece in local_boxes(tensor, name):
                 yield Part(name, box.whole, box.offsets, piece)
-
-
-SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-"""What decides, beside the tensors, what an adapter computes. A run keeps the configuration that it began with."""
-
-
-def _check_same(publisher: Publisher, config: bytes) -> None:
-    """Raise ModelError if a run that was taken over has an adapter that computes something else."""
-    kept, own = json.loads(publisher.file(ADAPTER_CONFIG_NAME)), json.loads(config)
-    for name in SCALING:
-        if kept.get(name) != own.get(name):
-            raise ModelError(
-                f"the run at {publisher.url} was begun with {name} = {kept.get(name)!r}, and this adapter has "
-                f"{own.get(name)!r}; a run keeps its adapter_config.json, so publish to a new URL"
-            )
