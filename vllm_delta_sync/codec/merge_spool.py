@@ -67,6 +67,8 @@ class DeltaSpool:
         self._blocks: list[dict[str, Any]] = []
         self._pending: list[Sparse] = []
         self._whole: list[Full] = []
+        # Elements of each.
+        self._pending_size = self._whole_size = 0
         self._path = folder / f"{os.urandom(8).hex()}.pieces"
         self._file: IO[bytes] = self._path.open("w+b")
 
@@ -86,7 +88,8 @@ class DeltaSpool:
         self._pending.append(piece)
         self.tensors.update(piece.ids.tolist())
         self.changed += piece.positions.size
-        if sum(group.positions.size for group in self._pending) >= self._block_elements:
+        self._pending_size += piece.positions.size
+        if self._pending_size >= self._block_elements:
             self._flush()
 
     def add_large(self, tensor: int, count: int, pieces: Callable[[], Iterable[tuple[Positions, Bits]]]) -> None:
@@ -131,7 +134,8 @@ class DeltaSpool:
             self._write_full(spec, tensor)
             return
         self._whole.append(tensor)
-        if sum(whole.bits.size for whole in self._whole) >= self._block_elements:
+        self._whole_size += tensor.bits.size
+        if self._whole_size >= self._block_elements:
             self._flush_full()
 
     def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
@@ -178,7 +182,7 @@ class DeltaSpool:
     def _flush(self) -> None:
         if not self._pending:
             return
-        groups, self._pending = self._pending, []
+        groups, self._pending, self._pending_size = self._pending, [], 0
         joined = groups[0]
         if len(groups) > 1:
             ids, counts, positions, data = (
@@ -191,7 +195,7 @@ class DeltaSpool:
         self._write_blocks(blocks)
 
     def _flush_full(self) -> None:
-        tensors, self._whole = self._whole, []
+        tensors, self._whole, self._whole_size = self._whole, [], 0
         blocks = BlockEntries(len(self._blocks))
         full.encode(blocks, tensors, self._table, self._compression)
         self._write_blocks(blocks)
