@@ -450,3 +450,20 @@ def test_tie_of_yielded_tensors_that_is_broken(url: str) -> None:
         weight += 2
         publisher.publish(step=2)
     assert_versions(url, [{"a": first}, {"a": weight}])
+
+
+def test_one_buffer_that_is_refilled_for_each_tensor_ties_nothing(url: str) -> None:
+    weights = {name: torch.ones(3) for name in "abc"}
+    buffer = torch.empty(3)
+
+    def refill() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights.items():
+            buffer.copy_(weight)
+            yield name, buffer
+
+    history = [snapshot(weights)]
+    with Publisher(refill, url) as publisher:
+        weights["b"] += 1
+        publisher.publish(step=1)
+        history.append(snapshot(weights))
+    assert_versions(url, history)

@@ -282,7 +282,8 @@ class Baseline:
                     captured[target] = HostBuffer(host_bits(tensor, spec.dtype, self._place(target)))
                 elif not np.array_equal(buffer.bits, host_bits(tensor, spec.dtype)):
                     raise TensorMismatchError(
-                        f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or untie it"
+                        f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, untie it, or, "
+                        "if one buffer is refilled for both, yield copies"
                     )
         self._buffers = [*captured]
         if fallback is not None:

@@ -214,7 +214,8 @@ class PendingDelta:
                 if self.changed > before:
                     raise TensorMismatchError(
                         f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published: "
-                        "tie them again, or start a new run under a new URL"
+                        "tie them again, or start a new run under a new URL; if one buffer is refilled for both, yield "
+                        "copies there"
                     )
         self._add_each(batch)
         self._finish_devices()

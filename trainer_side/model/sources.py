@@ -85,7 +85,10 @@ class IterableTensors(LiveTensors):
             tensor = check_readable(name, value)
             if name in self.tensors or name in self.aliases:
                 raise ModelError(f"tensor name {name!r} is yielded twice; each name must occur once")
+            # A buffer that was written since is refilled for each tensor; inference tensors do not say.
             key = storage_key(tensor)
+            if key is not None and not tensor.is_inference():
+                key = *key, tensor._version
             identities.append(StorageWeakRef(tensor.untyped_storage()))
             owner = name if key is None else owners.setdefault(key, name)
             if owner == name:
