@@ -1,5 +1,6 @@
 """Standing orders outlive a server: a target chosen at run time, a hold, a rollback."""
 
+import errno
 import json
 import os
 import random
@@ -245,6 +246,20 @@ def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCap
     assert sum("will not survive a restart" in record.getMessage() for record in caplog.records) == 2
     life.start()
     life.serves(7)
+
+
+def test_a_full_disk_is_named_with_the_way_out(
+    life: Life, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    service = life.start()
+    life.serves(7)
+    monkeypatch.setattr(os, "fsync", fill)
+    service.request("hold").result(WAIT)
+    (said,) = (text for record in caplog.records if "will not survive" in (text := record.getMessage()))
+    assert "No space left on device; make room, or set state_dir" in said
 
 
 def test_version_that_was_held_and_is_gone_is_said(life: Life) -> None:

@@ -120,15 +120,14 @@ class StandingOrderStore:
                 self._saved = None if order.is_empty else order
                 return
         except OSError as error:
-            self._problem = f"{str(self.path)!r} cannot be written: {error.strerror}"
+            self._problem = (
+                f"{str(self.path)!r} cannot be written: {error.strerror}; make room, or set state_dir to a directory "
+                "that this user can write"
+            )
         if self._warned == (order, self._problem):
             return
         self._warned = order, self._problem
-        logger.warning(
-            "the standing order (%s) is in force, but will not survive a restart: %s; set state_dir to a directory "
-            "that this user can write",
-            order, self._problem,
-        )  # fmt: skip
+        logger.warning("the standing order (%s) is in force, but will not survive a restart: %s", order, self._problem)
 
     def release(self) -> None:
         """Let another server, or another object of this process, write the file."""
