@@ -80,6 +80,16 @@ def test_an_untied_head_that_the_base_lacks_is_refused_with_a_way_out(url: str, 
     assert "leave base= out, and start servers with --load-format delta_sync" in message
 
 
+def test_a_resized_embedding_is_refused_with_a_way_out_that_works(url: str, tmp_path: Path) -> None:
+    model = qwen3()
+    saved(model, tmp_path / "base")
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    with pytest.raises(TensorMismatchError, match=r"embed_tokens.*a resized embedding, leave base= out"):
+        Publisher(model, url, base=tmp_path / "base")
+    with Publisher(model, url):
+        assert_holds(open_run(url), 0, saved(model, tmp_path / "resized"))
+
+
 def base_refusals(base: Path) -> dict[str, tuple[Any, Path, type[Exception], str]]:
     weight = torch.randn(4, 2)
     save_file({"w": weight, "n": torch.zeros(3, dtype=torch.int64)}, base / "model.safetensors")

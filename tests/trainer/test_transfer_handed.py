@@ -157,6 +157,17 @@ def test_what_does_not_fit_is_refused_by_name(url: str, tmp_path: Path) -> None:
     assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), base)
 
 
+def test_a_model_that_was_resized_is_published_from_the_base_that_is_saved_of_it(url: str, tmp_path: Path) -> None:
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    model.resize_token_embeddings(VOCABULARY + 8)
+    with pytest.raises(TensorMismatchError, match=r"embed_tokens.* if it was resized since, save it and give that"):
+        publish(base, f"{url}-base", handed(model))
+    resized = save_checkpoint(model, tmp_path / "resized")
+    publish(resized, url, handed(trained(model)))
+    assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), resized)
+
+
 def test_a_base_of_another_model_is_refused(url: str, tmp_path: Path) -> None:
     base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
     other = save_checkpoint(make_model("llama", **SIZES), tmp_path / "other")

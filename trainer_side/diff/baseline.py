@@ -45,8 +45,9 @@ def new_run_tensors(
         except TensorMismatchError as error:
             raise TensorMismatchError(
                 f"{error.message}; give base= the checkpoint that the model was loaded from. If the model has tensors "
-                "of its own that servers need, such as an untied output head, leave base= out, and start servers with "
-                "--load-format delta_sync; those that servers do not need, such as a value head, go into exclude="
+                "of its own that servers need, such as an untied output head or a resized embedding, leave base= out, "
+                "and start servers with --load-format delta_sync; those that servers do not need, such as a value "
+                "head, go into exclude="
             ) from error
         specs = list(checkpoint.specs.values())
         remedy = f"give a base that has no such tensor in place of {str(checkpoint.path)!r}"

@@ -136,7 +136,8 @@ class StreamedWeights(LiveTensors):
         if tensor.shape != known.shape:
             raise TensorMismatchError(
                 f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {list(known.shape)} in the model of the "
-                "base's configuration; give the checkpoint that the model was loaded from"
+                "base's configuration; give the checkpoint that the model was loaded from, or, if it was resized "
+                "since, save it and give that checkpoint"
             )
         if tensor.stride() == known.stride():
             return tensor
