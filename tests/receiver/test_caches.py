@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_delta_sync.engine.compat import caches
 from vllm_delta_sync.engine.compat.caches import WeightCaches, check_caches
-from vllm_delta_sync.engine.compat.patches import version_label
+from vllm_delta_sync.engine.compat.version_labels import version_label
 from vllm_delta_sync.errors import EngineError
 
 BLOCK = 4

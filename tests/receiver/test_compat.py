@@ -164,7 +164,7 @@ compat/patches.py | a commit ends a server while it scores
     vllm.v1.worker.gpu.pool.pooling_runner: PoolingRunner.late_interaction_runner
     vllm.v1.worker.gpu.model_runner: GPUModelRunner.pooling_runner
     vllm.v1.worker.worker_base: WorkerBase.model_runner
-compat/patches.py | vLLM shows labels that are no versions
+compat/version_labels.py | vLLM shows labels that are no versions
     vllm.v1.engine.async_llm: AsyncLLM.get_weight_version(self) only; AsyncLLM.output_processor
     vllm.v1.engine.output_processor: OutputProcessor.process_outputs(weight_version)
 api/exact_requests.py | EXACT

@@ -20,7 +20,14 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_delta_sync.engine.api.exact_requests import ExactRequest, ExactRequests, VersionError
-from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.version_labels import (
+    hide_serials,
+    label_of,
+    plain_label,
+    relabel,
+    split_label,
+    version_label,
+)
 from vllm_delta_sync.errors import EngineError, UsageError
 
 P = ParamSpec("P")
@@ -62,7 +69,7 @@ class Client:
 
     def __init__(self, *labels: str, follows_model: bool = True, adapters: tuple[str, ...] = ()) -> None:
         self.output_processor = OutputProcessor(None, log_stats=False)
-        self.engine_core = Core(list(labels) or [patches.version_label(5)])
+        self.engine_core = Core(list(labels) or [version_label(5)])
         self.own = self.engine_core.labels[0]
         self.added: dict[str, str] = {}
         self.exact = ExactRequests(self, adapters, follows_model, "reset")
@@ -179,7 +186,7 @@ def expect_refused(request: ExactRequest, reader: Reader, *words: str) -> None:
 # Steps
 
 
-NEXT, SAME = patches.version_label(6), patches.version_label(5)
+NEXT, SAME = version_label(6), version_label(5)
 """Of a newer version; and of the same number again: rolled back to, or in another run."""
 
 
@@ -284,7 +291,7 @@ async def test_what_waits_behind_others_is_ended_by_their_step() -> None:
 
 @scenario
 async def test_one_of_several_engines_says_nothing_of_the_others() -> None:
-    own = patches.version_label(5)
+    own = version_label(5)
     client = Client(own, own)
     request, reader = await begun(client, 5, "slow")
     other = Reader(client.generate("p", STREAM, "other"))
@@ -299,7 +306,7 @@ async def test_one_of_several_engines_says_nothing_of_the_others() -> None:
 @scenario
 async def test_request_of_the_same_name_is_another_request() -> None:
     """Clients choose names, by X-Request-Id."""
-    own = patches.version_label(5)
+    own = version_label(5)
     client = Client(own, own)
     request, reader = await begun(client, 5, "a")
     mine = client.added["a"]
@@ -361,9 +368,9 @@ async def test_pooling(changed: bool) -> None:
 
 
 def adapted(version: int | None, sql: int | None, code: int | None = None) -> str:
-    label = patches.version_label(version)
+    label = version_label(version)
     for name, held in (("sql", sql), ("code", code)):
-        label = patches.relabel(label, name, patches.version_label(held))
+        label = relabel(label, name, version_label(held))
     return label
 
 
@@ -415,7 +422,7 @@ async def test_commits_of_other_adapters_do_not_matter(name: str | None, changed
     label = adapted(5, 5, 5)
     client = Client(label, adapters=("sql", "code"))
     request, reader = await begun(client, 5, "a", lora_request=lora)
-    client.step(patches.relabel(label, changed, patches.version_label(6)), "a", last=True)
+    client.step(relabel(label, changed, version_label(6)), "a", last=True)
     await reader.ended()
     assert (request.error is None) is fits
 
@@ -455,7 +462,7 @@ async def test_admission_ends_with_an_engine_that_dies_before_it_answers() -> No
 
 @scenario
 async def test_engines_that_gave_themselves_labels_of_one_version_are_at_it() -> None:
-    labels = [patches.version_label(5) for _ in range(2)]
+    labels = [version_label(5) for _ in range(2)]
     client = Client(*labels)
     request, reader = await begun(client, 5, "a", "b")
     client.step(labels[0], "a", last=True)
@@ -497,20 +504,20 @@ async def test_answer_that_is_made_later_is_refused() -> None:
 
 
 def test_no_label_comes_twice_and_users_see_versions() -> None:
-    labels = [patches.version_label(5) for _ in range(100)]
+    labels = [version_label(5) for _ in range(100)]
     assert len(set(labels)) == len(labels)
-    assert set(map(patches.plain_label, labels)) == {"5"}
-    assert patches.version_label(None) == "default"
-    label = patches.relabel(patches.relabel("default", "sql", patches.version_label(3)), None, patches.version_label(7))
-    assert patches.plain_label(label) == "7;sql=3"
-    assert patches.split_label(label) == (7, {"sql": 3})
-    later = patches.relabel(label, "sql", patches.version_label(3))
+    assert set(map(plain_label, labels)) == {"5"}
+    assert version_label(None) == "default"
+    label = relabel(relabel("default", "sql", version_label(3)), None, version_label(7))
+    assert plain_label(label) == "7;sql=3"
+    assert split_label(label) == (7, {"sql": 3})
+    later = relabel(label, "sql", version_label(3))
     assert later != label
-    assert patches.label_of(later, None) == patches.label_of(label, None)
-    assert patches.label_of(later, "sql") != patches.label_of(label, "sql")
-    assert patches.relabel(label, "sql", patches.version_label(None)) == label.partition(";")[0]
-    assert patches.relabel("7;sql=3", "sql", patches.version_label(4, serial=False)) == "7;sql=4"
-    assert patches.plain_label("7~1f;my~a=3~2e;b~c=4") == "7;my~a=3;b~c=4"
+    assert label_of(later, None) == label_of(label, None)
+    assert label_of(later, "sql") != label_of(label, "sql")
+    assert relabel(label, "sql", version_label(None)) == label.partition(";")[0]
+    assert relabel("7;sql=3", "sql", version_label(4, serial=False)) == "7;sql=4"
+    assert plain_label("7~1f;my~a=3~2e;b~c=4") == "7;my~a=3;b~c=4"
 
 
 @scenario
@@ -521,7 +528,7 @@ async def test_outputs_show_labels_without_serials() -> None:
         return "5~1f"
 
     client.get_weight_version = get_weight_version
-    patches.hide_serials(client)
+    hide_serials(client)
     assert await client.get_weight_version() == "5"
     outputs = client.generate("p", STREAM, "a")
     reading = asyncio.ensure_future(anext(outputs))

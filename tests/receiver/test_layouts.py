@@ -21,7 +21,7 @@ from tests.support.modules import ModulePort
 from tests.support.world import World
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
 from vllm_delta_sync.engine.compat.features import check_layout
-from vllm_delta_sync.engine.compat.patches import plain_label
+from vllm_delta_sync.engine.compat.version_labels import plain_label
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError, EngineError

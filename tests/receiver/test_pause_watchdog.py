@@ -14,7 +14,7 @@ import pytest
 from tests.support.engine_cores import EngineCore
 from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
 from vllm_delta_sync.engine.compat.caches import WeightCaches
-from vllm_delta_sync.engine.compat.patches import plain_label
+from vllm_delta_sync.engine.compat.version_labels import plain_label
 from vllm_delta_sync.engine.core import pause_watchdog
 from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
 from vllm_delta_sync.engine.protocol import (

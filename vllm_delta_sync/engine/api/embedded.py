@@ -13,9 +13,9 @@ from typing import Any
 
 from vllm_delta_sync.engine.api.adapters import check_lora, make_adapter
 from vllm_delta_sync.engine.api.weight_transfer import OverdueError
-from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
 from vllm_delta_sync.engine.compat.lora import lora_request
+from vllm_delta_sync.engine.compat.version_labels import hide_serials
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -288,7 +288,7 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
         raise EngineError("this engine is attached already; close() what attach_async returned before")
     settings = fit_pause_mode(_settings(bucket, trusted_keys), engine.vllm_config)
     check_engine(engine.vllm_config, settings.prefix_cache)
-    patches.hide_serials(engine)
+    hide_serials(engine)
     sync = AsyncSync(engine, settings)
     setattr(engine, ATTACHED, sync)
     return sync

@@ -1,7 +1,7 @@
 """``ExactRequests`` keeps requests with ``X-Delta-Sync-Version`` to one version: an answer is all of it, or an error.
 
 The proof is in the labels of the weights, which vLLM sends with the outputs of each step of an engine, and which never
-come twice (``patches.version_label``). A request is admitted at a label. Every step that makes a part of its answer
+come twice (``version_label``). A request is admitted at a label. Every step that makes a part of its answer
 must have that label, so no commit lay between the two. The first output with another label ends the request: its
 output is not passed on, and the engine aborts what is left of it.
 
@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.version_labels import label_of, split_label
 from vllm_delta_sync.engine.core.engine_shutdown import ask_engines
 from vllm_delta_sync.errors import BusyError, EngineError, UsageError
 
@@ -61,9 +62,9 @@ class ExactRequest:
         if label is None:
             self.fail("and vLLM does not say which weights made its answer; use " + MIN_VERSION_HEADER)
             return
-        if patches.label_of(label, adapter) in {patches.label_of(each, adapter) for each in self.labels}:
+        if label_of(label, adapter) in {label_of(each, adapter) for each in self.labels}:
             return
-        own, adapters = patches.split_label(label)
+        own, adapters = split_label(label)
         found = own if adapter is None else adapters.get(adapter)
         self.fail(
             f"and a commit changed the weights before its answer was complete; version {found} is served now. Ask for "
@@ -162,10 +163,10 @@ class ExactRequests:
         except Exception as error:  # vLLM reports a failed engine with exceptions of its own
             raise EngineError(f"the engine does not say which version it serves: {error}") from error
         request = ExactRequest(version, frozenset(labels))
-        own, adapters = patches.split_label(labels[0])
+        own, adapters = split_label(labels[0])
         followed = {name: held for name, held in adapters.items() if name in self._adapters}
         served = sorted({held for held in [own, *followed.values()] if held is not None})
-        if any(patches.split_label(label) != (own, adapters) for label in labels):
+        if any(split_label(label) != (own, adapters) for label in labels):
             request.fail("and a commit is under way; retry")
         elif version not in served:
             newer = version > max(served, default=-1)
@@ -188,7 +189,7 @@ class ExactRequests:
         if request is None:
             return original(*args, **kwargs)
         adapter = self._adapter_of(kwargs.get("lora_request"))
-        own, adapters = patches.split_label(next(iter(request.labels)))
+        own, adapters = split_label(next(iter(request.labels)))
         served = own if adapter is None else adapters.get(adapter)
         if adapter is None and not self._follows_model:
             request.fail(f"and this model is of no run; as model, name one of {', '.join(sorted(self._adapters))}")

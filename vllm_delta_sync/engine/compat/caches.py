@@ -17,7 +17,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_delta_sync.engine.compat.patches import NO_VERSION, SERIAL, relabel, split_label, version_label, wrap_method
+from vllm_delta_sync.engine.compat.patches import wrap_method
+from vllm_delta_sync.engine.compat.version_labels import NO_VERSION, SERIAL, relabel, split_label, version_label
 from vllm_delta_sync.errors import EngineError
 
 RESET, SALT, KEEP = "reset", "salt", "keep"

@@ -20,7 +20,7 @@ import msgspec
 
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError, EngineStopped
-from vllm_delta_sync.engine.compat.patches import version_label
+from vllm_delta_sync.engine.compat.version_labels import version_label
 from vllm_delta_sync.engine.core.engine_shutdown import ask_engines, watch_shutdown
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any, get_args
 
 from vllm_delta_sync import admin_token
-from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.version_labels import hide_serials
 from vllm_delta_sync.engine.logger import logger, set_format
 from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import DeltaSyncError
@@ -98,7 +98,7 @@ class EndpointPlugin:
         else:
             # The model's own weights are of no run.
             spans.install(engine_client, state, lambda: None, {**sources, settings.lora_name: own})
-        patches.hide_serials(engine_client)
+        hide_serials(engine_client)
         exact = state.delta_sync_exact = ExactRequests(
             engine_client, names, settings.lora_name is None, settings.prefix_cache
         )

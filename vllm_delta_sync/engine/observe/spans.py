@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.version_labels import split_label
 
 _current: "ContextVar[SpanRecord | None]" = ContextVar("delta_sync_spans", default=None)
 
@@ -52,7 +53,7 @@ class SpanRecord:
 
     def _record_spans(self, first: int, completion: Any) -> None:
         for span in completion.weight_versions or ():
-            own, adapters = patches.split_label(span.version)
+            own, adapters = split_label(span.version)
             version = own if self.adapter is None else adapters.get(self.adapter)
             index = first + completion.index
             self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
