@@ -1,10 +1,12 @@
 """The way that a receiver takes to a version: merged deltas, over breaks, around what is lost, by anchors. Nothing on
 the way is ever served."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +23,20 @@ from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
 from vllm_delta_sync.engine.protocol import Describe, unwrap
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    EngineError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+)
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
+from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.run.restore import restore
@@ -93,6 +105,35 @@ def test_head_is_reached_around_what_is_lost(
     change(chain)
     server.reaches(len(chain.manifests) - 1, commits)
     assert server.receiver.status()["last_error"] is None
+
+
+@pytest.mark.parametrize("kind", ["delta", "anchor", "delta over a break"])
+@pytest.mark.parametrize("serves", [True, False])
+def test_forged_version_far_ahead_is_one_error(chain: Chain, kind: str, serves: bool) -> None:
+    """Before a version in between is looked for: planning would take more memory than there is."""
+    chain.grow(3)
+    server = Server(chain, chain.bits[0])
+    if serves:
+        server.receiver.advance()
+    like, fields = {
+        "delta": (3, {"base_version": MAX_VERSION - 1}),
+        "anchor": (0, {"breaks": [{"version": MAX_VERSION, "base_version": None}]}),
+        "delta over a break": (3, {"base_version": 3, "breaks": [{"version": MAX_VERSION, "base_version": 3}]}),
+    }[kind]
+    named = keys.version_key(MAX_VERSION)
+    forged = json.loads((chain.folder / keys.version_key(like)).read_bytes()) | fields
+    (chain.folder / named).write_bytes(dump_canonical(forged | {"version": MAX_VERSION, "parent": "0" * 64}))
+    head = json.loads((chain.folder / keys.HEAD_KEY).read_bytes())
+    digest = sha256((chain.folder / named).read_bytes()).hexdigest()
+    (chain.folder / keys.HEAD_KEY).write_bytes(dump_canonical(head | {"version": MAX_VERSION, "manifest": digest}))
+    for _ in range(2):
+        with pytest.raises(LimitError, match="MAX_PLANNED_VERSIONS"):
+            server.receiver.advance()
+    status = server.receiver.status()
+    assert status["last_error"]["kind"] == "limit"
+    assert server.receiver.served_version == (3 if serves else 0)
+    chain.grow(1)
+    server.reaches(4, commits=1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from vllm_delta_sync.errors import ChainError, DataError, NotFoundError
+from vllm_delta_sync.errors import ChainError, DataError, LimitError, NotFoundError
 from vllm_delta_sync.format.documents import (
     Anchor,
     MergedDelta,
@@ -34,6 +34,10 @@ MERGE_WIDTH = 4
 writes each change once per level; larger ones more steps and bytes for a reader. Over 100 versions of SmolLM2-135M at
 learning rate 1e-6 (``benchmarks.catchup``), 2, 4 and 8 write 3.0, 1.3 and 0.7 times the bytes of the deltas, and a
 reader reads 4, 6 and 13 objects, 9.6, 11.3 and 13.8 MB, on average."""
+
+MAX_PLANNED_VERSIONS = 4_000_000
+"""Maximum number of versions in a graph: each takes 0.7 kB of memory, and without trusted keys a forged manifest can
+claim any number."""
 
 
 class GapError(ChainError):
@@ -297,6 +301,11 @@ class ReadPlanner:
         if self._top is not None and version <= self._top.version:
             return
         first = 0 if self._top is None else self._top.version + 1
+        if version > MAX_PLANNED_VERSIONS:
+            raise LimitError(
+                f"version {version} builds on up to {version} others, more than MAX_PLANNED_VERSIONS = "
+                f"{MAX_PLANNED_VERSIONS}; if no publisher wrote so many, that manifest is forged"
+            )
         self._top = self.manifest(version)
         breaks = {item.version: item.base_version for item in self._top.breaks}
         for number in range(first, version + 1):
