@@ -1,9 +1,11 @@
 """Which of several API servers leads, in real processes: one at a time, and another when it is killed."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +127,33 @@ def test_one_leads_at_a_time_and_each_answers(world: World, processes: list[Proc
             wait_until(lambda: "leader" in [process.status().get("role") for process in alive])
             wait_until(lambda: all("role" in process.status() for process in alive))
             wait_until(lambda: len(leader_of(alive).status()["servers"]) == len(alive))
+
+
+def test_request_that_the_leader_has_not_seen_counts_in_its_follower(folder: Path, processes: list[Process]) -> None:
+    """A version that it asked for is waited for there, not refused as unreachable."""
+    leader = leader_of(processes)
+
+    async def ask() -> list[bool]:
+        follower = meeting.FollowerClient(meeting.ApiServerGroup(folder, 3, 4))
+        following = asyncio.create_task(follower.follow())
+        await asyncio.wait_for(follower.leader_known.wait(), WAIT)
+        os.kill(leader.pid, signal.SIGSTOP)
+        try:
+            held = follower.request("hold", None)
+            seen = [follower.status()["requested"]]
+            asked = follower.request("sync", 0)
+            seen.append(follower.status()["requested"])
+        finally:
+            os.kill(leader.pid, signal.SIGCONT)
+        await asyncio.wait_for(asyncio.wrap_future(held), WAIT)
+        await asyncio.wait_for(asyncio.wrap_future(asked), WAIT)
+        deadline = time.monotonic() + WAIT
+        while follower.status()["requested"] and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        following.cancel()
+        return [*seen, follower.status()["requested"]]
+
+    assert asyncio.run(ask()) == [False, True, False]
 
 
 def test_one_that_is_being_stopped_does_not_lead(processes: list[Process]) -> None:

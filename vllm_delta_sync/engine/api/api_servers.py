@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.follow.service import MOVING, ReceiverService
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, error_kinds
@@ -305,6 +305,8 @@ class FollowerClient:
         self._writer: asyncio.StreamWriter | None = None
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, Future[Any]] = {}
+        # Requests to serve another version: here before the leader's status shows them.
+        self._moving: set[Future[Any]] = set()
         self._number = 0
         self._own_fields = {"server": group.index, "role": "follower"}
         self.leader_known = asyncio.Event()
@@ -334,12 +336,16 @@ class FollowerClient:
         view = self._view
         if view is None:
             raise BusyError(NO_LEADER)
-        return {**view["status"], **self._own_fields}
+        requested = bool(self._moving) or view["status"]["requested"]
+        return {**view["status"], **self._own_fields, "requested": requested}
 
     def request(self, action: str, argument: Any) -> "Future[Any]":
         """See ReceiverService.request. The future gets a BusyError if there is no leader, and an EngineError if the
         leader ends before it answers."""
         future: Future[Any] = Future()
+        if action in MOVING:
+            self._moving.add(future)
+            future.add_done_callback(self._moving.discard)
         self._loop.call_soon_threadsafe(self._send_request, action, argument, future)
         return future
 
