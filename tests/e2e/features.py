@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def main(root: Path, options: dict[str, Any]) -> None:
         if each:
             sync.rollback(BACK)
             seen["back"] = look(llm, root / f"v{BACK}")
+            again = attach(llm, bucket=str(root / "run"))
+            seen["again"] = [again.to()["served"]["version"], said(sync.to), again.to(BACK)["served"]["version"]]
     # vLLM gives one engine of a process memory that it can give up; what is said does not depend on it.
     options.pop("enable_sleep_mode", None)
     fresh = engine_with(save_checkpoint(model, root / "last"), options)
@@ -209,6 +212,16 @@ def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
             # The next attempt rebuilds them from the bucket.
             assert sync.status()["served"] is None
     return said
+
+
+def said(call: Callable[[], object]) -> str:
+    """Return the error that a call raises."""
+    from vllm_delta_sync.errors import DeltaSyncError
+
+    try:
+        return f"nothing but {call()}"
+    except DeltaSyncError as error:
+        return error.message
 
 
 def lose(weights: list[torch.Tensor]) -> None:

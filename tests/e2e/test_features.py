@@ -36,6 +36,11 @@ def follow_each(root: Path, **options: Any) -> dict[str, Any]:
         (True, str(version + 1)) for version in range(VERSIONS)
     ]
     assert (back["equal"], back["label"], back["said"]) == (True, str(BACK), each[BACK - 1]["said"])
+    assert seen["again"] == [
+        VERSIONS,
+        "attach was called again for this LLM; use what the last call returned",
+        BACK,
+    ]
     assert each[-1]["said"] == seen["fresh"]
     assert len({json.dumps(said) for said in (seen["first"], *(step["said"] for step in each))}) == VERSIONS + 1
     return seen

@@ -24,13 +24,30 @@ from vllm_delta_sync.engine.protocol import Adapter
 from vllm_delta_sync.errors import EngineError, SettingsError
 from vllm_delta_sync.settings import Settings, load_settings
 
+ATTACHED = "delta_sync_attached"
+"""Attribute of an engine: what ``attach_async`` returned; of an ``LLM``: what ``attach`` returned last, by adapter."""
+
 
 class OfflineSync:
-    """Moves an ``LLM`` from version to version. Use it in the thread that uses the ``LLM``."""
+    """Moves an ``LLM`` from version to version. Use it in the thread that uses the ``LLM``.
+
+    After another ``attach`` to the same ``LLM`` its methods raise EngineError, except ``status``.
+
+    Attributes:
+        replaced: whether there was another ``attach``.
+    """
 
     def __init__(self, receiver: Receiver, adapter: Adapter | None = None) -> None:
         self._receiver = receiver
         self._adapter = adapter
+        self.replaced = False
+
+    @property
+    def _current(self) -> Receiver:
+        # Another receiver has moved the weights, and this one would take them for lost.
+        if self.replaced:
+            raise EngineError("attach was called again for this LLM; use what the last call returned")
+        return self._receiver
 
     @property
     def lora_request(self) -> Any:
@@ -39,7 +56,7 @@ class OfflineSync:
         Raises:
             EngineError: no version of an adapter is served.
         """
-        return _lora_request(self._adapter, self._receiver.served_version)
+        return _lora_request(self._adapter, self._current.served_version)
 
     def to(self, version: int | None = None) -> dict[str, Any]:
         """Bring the weights to a version, newer or older; None means the version that the setting ``target`` names.
@@ -50,10 +67,10 @@ class OfflineSync:
         Raises:
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        served = self._receiver.served_version
+        served = self._current.served_version
         if version is not None and served is not None and version < served:
             return self.rollback(version)
-        self._receiver.advance(version)
+        self._current.advance(version)
         return self.status()
 
     def rollback(self, version: int) -> dict[str, Any]:
@@ -66,8 +83,8 @@ class OfflineSync:
             NotFoundError: it is not published, or no longer retained. ChainError: it is newer than the served one.
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        self._receiver.rollback(version)
-        self._receiver.release()
+        self._current.rollback(version)
+        self._current.release()
         return self.status()
 
     def status(self) -> dict[str, Any]:
@@ -80,11 +97,13 @@ class OfflineSync:
         Raises:
             EngineError: no version is served yet.
         """
-        return self._receiver.verify()
+        return self._current.verify()
 
 
 def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> OfflineSync:
     """Attach to a run. The ``LLM`` must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
+
+    May be called again, with other settings; for the weights, or one adapter, only what it returned last can be used.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -103,7 +122,12 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     settings = _settings(bucket, trusted_keys)
     check_engine(llm.llm_engine.vllm_config, settings.prefix_cache, offline=True)
     adapter = _make_adapter(settings, llm.llm_engine.vllm_config)
-    return OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
+    sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
+    attached: dict[str | None, OfflineSync] = vars(llm).setdefault(ATTACHED, {})
+    if (earlier := attached.get(settings.lora_name)) is not None:
+        earlier.replaced = True
+    attached[settings.lora_name] = sync
+    return sync
 
 
 def _make_adapter(settings: Settings, vllm_config: Any) -> Adapter | None:
@@ -135,8 +159,6 @@ def _settings(bucket: str, trusted_keys: str | Sequence[str | Path] | None) -> S
 WAIT_STEP_SECONDS = 0.01
 CLOSE_SECONDS = 60.0
 CLOSED = "this is closed and no longer follows; call attach_async again"
-ATTACHED = "delta_sync_attached"
-"""Attribute of an engine to which ``attach_async`` is attached."""
 
 
 class AsyncSync:
