@@ -187,7 +187,7 @@ def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
     At level 2 the weights are lost, also those of ``drafts``. CPU workers keep their memory while they sleep, so it is
     overwritten meanwhile. Others give it up: nothing may touch it until they are awake, and it may then be as before.
     """
-    from vllm_delta_sync.errors import BusyError, FingerprintError
+    from vllm_delta_sync.errors import BusyError
 
     weights = [weight for model in (worker_model(llm), *drafts) for weight in model.parameters()]
     kept = weights[0].is_cpu
@@ -204,13 +204,6 @@ def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
     llm.collective_rpc("wake_up")
     if level == 2 and not kept:
         lose(weights)
-    if level == 2:
-        try:
-            sync.to()
-            return "nothing was noticed"
-        except FingerprintError:
-            # The next attempt rebuilds them from the bucket.
-            assert sync.status()["served"] is None
     return said
 
 

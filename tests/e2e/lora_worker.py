@@ -254,7 +254,7 @@ class Trial:
             seen: dict[str, Any] = {"asleep": [said(base.to), said(self.sync.to)]}
             self.llm.worker.wake_up()
             self.sync.to()
-            seen |= {"lost": said(base.to), "found again": said(base.to), "base": base.status()["served"]["version"]}
+            seen |= {"found again": said(base.to), "base": base.status()["served"]["version"]}
             seen |= {"right": self.right(), "verdicts": [base.verify()["verdict"], self.sync.verify()["verdict"]]}
         return seen
 

@@ -46,7 +46,6 @@ def test_an_adapter_sleeps_with_its_engine(seen: dict[str, Any], level: int) -> 
 def test_base_and_adapter_sleep_together(seen: dict[str, Any]) -> None:
     slept = seen["with base"]
     assert slept["asleep"] == [ASLEEP, ASLEEP]
-    assert slept["lost"].startswith("fingerprint: served weights are not version 0")
     assert (slept["found again"], slept["base"], slept["right"], slept["verdicts"]) == ("", 1, True, [True, True])
 
 

@@ -137,18 +137,48 @@ def test_held_server_is_looked_after(world: World) -> None:
 
 @pytest.mark.parametrize(("policy", "remedy"), [("follow", "wait"), ("manual", "POST /delta_sync/sync")])
 def test_restart_is_not_the_remedy_where_weights_are_rebuilt(world: World, policy: str, remedy: str) -> None:
-    """As after sleep at level 2."""
+    """As after sleep at level 2, before anything is asked for."""
     world.follow(policy=policy)
     world.follow_each(2)
     world.models[0].norm.data.mul_(2.0)
     world.port.ranks[0].note_external_write("wake_up")
     with pytest.raises(FingerprintError):
-        world.receiver.advance()
+        world.receiver.check_served()
     (reason,) = world.receiver.status()["ready"]["reasons"]
     assert reason.endswith(f"changed from outside (wake_up)); {remedy}: the weights are rebuilt from the bucket")
     world.receiver.advance()
     assert world.receiver.status()["ready"] == {"ready": True, "reasons": []}
     world.expect_exact()
+
+
+@pytest.mark.parametrize("undo", [0, 1 << 30])
+@pytest.mark.parametrize("move", ["sync", "sync to a version", "target", "rollback"])
+def test_weights_that_a_sleep_has_lost_are_rebuilt_before_they_are_moved(world: World, move: str, undo: int) -> None:
+    """At level 2 vLLM gives them up: what is asked for next must not fail because of that."""
+    world.follow(rescan_bytes=0, undo_bytes=undo)
+    seen = world.follow_each(2)
+    world.train(3)
+    for model, rank in zip(world.models, world.port.ranks, strict=True):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        rank.note_external_write("wake_up")
+    match move:
+        case "sync":
+            world.receiver.advance()
+        case "sync to a version":
+            world.receiver.advance(3)
+        case "target":
+            world.receiver.target("head")
+        case _:
+            world.receiver.rollback(1)
+    status = world.receiver.status()
+    assert status["last_error"] is None
+    if world.receiver.served_version == 1:
+        world.expect_bits(seen[1])
+    else:
+        assert status["served"]["version"] == 3
+        world.expect_exact()
+    assert world.receiver.verify()["verdict"]
 
 
 def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> None:

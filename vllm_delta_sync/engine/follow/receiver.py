@@ -256,7 +256,10 @@ class Receiver:
             raise EngineError("no version is served yet; there is nothing to roll back from")
         if version in self.board.undo and version < served.version:
             with self._reporting_errors():
-                self._updater.check_external_writes()
+                # If it rebuilds the weights, the undo log is empty.
+                self._updater.check_external_writes(repairs=True)
+        if version in self.board.undo and version < served.version:
+            with self._reporting_errors():
                 self._updater.rollback_to(version, served)
         elif version != served.version:
             self._rollback_through_bucket(version)
@@ -466,7 +469,7 @@ class Receiver:
         served = self._served_position()
         if served is None:
             return self._identify()
-        self._updater.check_external_writes()
+        self._updater.check_external_writes(repairs=True)
         return served
 
     def _served_position(self) -> WeightPosition | None:

@@ -12,6 +12,7 @@ from vllm_delta_sync.engine.commit.transaction import (
     FingerprintMismatchError,
     Transaction,
 )
+from vllm_delta_sync.engine.compat.write_hooks import WAKE
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import metrics
@@ -142,11 +143,14 @@ class WeightUpdater:
         metrics.count_move("repair", timings)
         logger.warning("%s", _repair_line(target, timings), extra=_line_fields("repaired", target, timings))
 
-    def check_external_writes(self) -> None:
+    def check_external_writes(self, repairs: bool = False) -> None:
         """Rescan if the ranks report a possible external write: are the weights still the served version?
 
+        Args:
+            repairs: whether to rebuild weights that a sleep has lost.
+
         Raises:
-            BusyError: the engine is asleep. FingerprintError: the weights were changed.
+            BusyError: the engine is asleep. FingerprintError: the weights were changed. Errors as ``repair``.
         """
         ranks = self._ranks.describe()
         asleep = any(rank.asleep for rank in ranks)
@@ -166,6 +170,11 @@ class WeightUpdater:
             error = mismatch_error(served, outcome["mismatched"])
             changed = FingerprintError(f"{error.message}: changed from outside ({', '.join(reasons)})")
             self.invalidate(changed)
+            # Sleep at level 2 gives up the weights: no fault, so what was asked for need not fail once.
+            if repairs and reasons == [WAKE]:
+                self.repair(served)
+                self._board.settle(error=None)
+                return
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
         self._ranks.clear_external_writes([rank.external_writes for rank in ranks])
