@@ -4,6 +4,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.staging.stage import PhaseTimer
-from vllm_delta_sync.errors import ChainError, NotFoundError, error_kinds
+from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError, error_kinds
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.settings import Settings
 
@@ -140,6 +141,30 @@ def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) 
     assert str(run) not in ours
     kinds = set(re.findall(r'delta_sync_failures_total\{kind="(\w+)"\}', ours))
     assert kinds == set(error_kinds())
+
+
+@pytest.mark.parametrize(
+    ("writer", "found_by", "count"),
+    [
+        ("update_weights", "advance", 1),
+        (None, "verify", 1),
+        ("update_weights", "check_served", 1),
+        ("wake_up", "advance", 0),
+    ],
+)
+def test_changed_weights_are_one_failure(tmp_path: Path, writer: str | None, found_by: str, count: int) -> None:
+    """None if a sleep at level 2 has lost them, as it should."""
+    world = World(tmp_path)
+    world.receiver.advance()
+    failures = grown("failures_total", kind="fingerprint")
+    world.model.norm.data.mul_(2)
+    if writer is not None:
+        world.port.ranks[0].note_external_write(writer)
+    with suppress(FingerprintError):
+        getattr(world.receiver, found_by)()
+    assert failures() == count
+    error = world.receiver.status()["last_error"]
+    assert (error and error["kind"], world.receiver.served_version) == (("fingerprint", None) if count else (None, 0))
 
 
 def test_waiting_is_no_failure(tmp_path: Path) -> None:

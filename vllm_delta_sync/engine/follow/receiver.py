@@ -340,7 +340,9 @@ class Receiver:
             raise EngineError("no version is served yet; there is nothing to verify against")
         outcome = self._updater.verify(served)
         if not outcome["verdict"]:
-            self._updater.invalidate(mismatch_error(served, outcome["mismatched"]))
+            error = mismatch_error(served, outcome["mismatched"])
+            self._updater.invalidate(error)
+            self.fail(error)
         chain, reason = self.history.compare_with_bucket(served)
         return {**outcome, "chain": chain, "reason": reason}
 

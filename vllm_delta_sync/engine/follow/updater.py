@@ -108,12 +108,15 @@ class WeightUpdater:
         }
 
     def invalidate(self, error: DeltaSyncError) -> None:
-        """Record that the weights are no version, in the status and in spans, until they are identified again."""
+        """Record that the weights are no version, in the status and in spans, until they are identified again.
+
+        The caller raises the error, or passes it to ``Receiver.fail``, which counts it.
+        """
         if isinstance(error, FingerprintError) and self._board.served is not None:
             self._failed_repairs = 0
             self._board.set(repair_target=self._board.served)
         self._board.set(served=None, undo=[], invalidated=True)
-        self._board.report_error(error, "refused")
+        self._board.report_error(error, "refused", is_failure=False)
         try:
             self._port.label(None, None)
         except EngineError as unset:
