@@ -2,6 +2,7 @@
 the way is ever served."""
 
 import json
+import logging
 import random
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.chains import Chain, Server, models_of
+from tests.support.chains import Chain, Server, models_of, tensors_of
 from tests.support.hooks import Hook, HookedPort, failing
 from tests.support.samples import changes_between
 from tests.support.seeds import seeds
@@ -105,6 +106,32 @@ def test_head_is_reached_around_what_is_lost(
     change(chain)
     server.reaches(len(chain.manifests) - 1, commits)
     assert server.receiver.status()["last_error"] is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_hashed_once_while_no_version_can_be_taken(
+    chain: Chain, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hashing takes minutes with a large model, and each poll would begin it again; but not trusting what was written
+    since."""
+    caplog.set_level(logging.INFO, logger="vllm.delta_sync")
+    server = Server(chain, [bits ^ np.uint16(1) for bits in chain.bits[0]], ranks)
+    (ref,) = chain.manifests[0].objects
+    there, hidden = chain.folder / ref.key, chain.root / "hidden"
+    there.rename(hidden)
+
+    def hashed() -> int:
+        for _ in range(3):
+            with pytest.raises(NotFoundError):
+                server.receiver.advance()
+        return sum("taking an anchor" in record.getMessage() for record in caplog.records)
+
+    assert hashed() == 1
+    server.models[-1].load_weights(tensors_of([bits ^ np.uint16(3) for bits in chain.bits[0]]))
+    server.port.ranks[-1].note_external_write("load_weights")
+    assert hashed() == 2
+    hidden.rename(there)
+    server.reaches(0, commits=1)
 
 
 @pytest.mark.parametrize("kind", ["delta", "anchor", "delta over a break"])

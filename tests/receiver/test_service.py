@@ -54,11 +54,11 @@ class Attempts:
 
 @pytest.mark.parametrize("site", [False], indirect=True, ids=["without a base"])
 def test_object_that_is_missing_is_not_asked_for_at_full_pace(site: Site, tmp_path: Path) -> None:
-    """Each attempt traces and hashes the whole model."""
+    """The weights, which only anchors replace, are hashed for the first attempt only."""
     site.world.model.norm.data[:] = 0
     (anchor,) = (tmp_path / "run" / "objects").iterdir()
     hidden = anchor.rename(tmp_path / "hidden")
-    attempts = Attempts("identify", 5)
+    attempts = Attempts("stage", 5)
     site.port.before = attempts.hook
     service = site.serve()
     service.start()

@@ -197,7 +197,7 @@ class Receiver:
                 if self.served_version is not None:
                     self._updater.check_external_writes()
                 elif self._unmatched_run != self.run_id:
-                    self._unmatched_run = None if self._identify() else self.run_id
+                    self._identify()
                 self._check_served_in_bucket()
                 if stopped_by is not None:
                     raise stopped_by
@@ -470,7 +470,8 @@ class Receiver:
         """Return what the ranks hold: identified if unknown, otherwise checked for external writes."""
         served = self._served_position()
         if served is None:
-            return self._identify()
+            unmatched = self._unmatched_run == self.run_id and not self.board.invalidated
+            return None if unmatched and self._updater.holds_baseline() else self._identify()
         self._updater.check_external_writes(repairs=True)
         return served
 
@@ -490,6 +491,7 @@ class Receiver:
             return newest is None or position.version <= newest
 
         position = self._identifier.identify(is_due)
+        self._unmatched_run = self.run_id if position is None else None
         if position is not None and self.history.is_followed_run(position) and is_due(position):
             self.port.label(position.version, position.run.info.run)
             self.board.set(served=position.manifest, invalidated=False, error=None)

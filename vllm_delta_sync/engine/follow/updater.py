@@ -182,6 +182,11 @@ class WeightUpdater:
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
         self._ranks.clear_external_writes([rank.external_writes for rank in ranks])
 
+    def holds_baseline(self) -> bool:
+        """Return whether the ranks hold no version of the run, and what they held when that was found out."""
+        ranks = self._ranks.describe()
+        return all(rank.version is None and rank.external_writer is None and not rank.asleep for rank in ranks)
+
     def _check_claims(self, ranks: list[RankState], served: Manifest) -> None:
         """Check that ranks hold the served version; confirm the last commit again if that call was lost."""
         if not all_hold(ranks, served.version):
