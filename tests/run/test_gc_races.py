@@ -164,6 +164,35 @@ def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_cla
     assert grown.equals(14)
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_collection_that_is_interrupted_at_any_change_delays_no_other(tmp_path: Path, moment: str) -> None:
+    """Also at its claim and at the renewal of that, but not while it ends the claim."""
+    at = 0
+    while True:
+        grown = long_run(tmp_path, 16)
+        memory, count = grown.memory, 0
+
+        def interrupt(action: str, key: str, memory: MemoryBucket = memory, at: int = at) -> None:
+            nonlocal count
+            if key == side.RETENTION_KEY:
+                memory.clock += CLAIM_SECONDS / 2
+            count += 1
+            if count == at + 1 and not key.endswith(".end"):
+                memory.before = memory.after = lambda action, key: None
+                raise KeyboardInterrupt
+
+        setattr(memory, moment, interrupt)
+        with suppress(KeyboardInterrupt):
+            collect(grown.run_, FEW, monotonic=grown.seconds)
+        setattr(memory, moment, lambda action, key: None)
+        assert collect(grown.run_, FEW).head == 16, at
+        assert grown.equals(14)
+        if count <= at:
+            break
+        at += 1
+    assert at > 10
+
+
 @pytest.mark.parametrize("data", [b"{", b"x" * 200_000])
 def test_a_claim_that_cannot_be_read_holds_as_long_as_any(tmp_path: Path, data: bytes) -> None:
     grown = long_run(tmp_path, 8)

@@ -46,6 +46,7 @@ class CollectionLock:
         self._holder = secrets.token_hex(16)
         self._number: int | None = None
         self._since = 0.0
+        self._tried = False
 
     def acquire(self) -> float:
         """Claim the run.
@@ -85,10 +86,15 @@ class CollectionLock:
     def release(self) -> None:
         """Let the next collection start. If the store fails, the claim expires by itself."""
         number, self._number = self._number, None
-        if number is None:
-            return
         bucket = self._run.bucket
         try:
+            if number is None and self._tried:
+                # After an interrupt or a failure the claim may be there all the same.
+                newest, info, over = self._newest()
+                claim = None if info is None or over else self._read(info)
+                number = newest if claim is not None and claim.holder == self._holder else None
+            if number is None:
+                return
             bucket.put(collection_end_key(number), COLLECTION_END)
             for info in [*bucket.list(COLLECTIONS_PREFIX)]:
                 found = collection_of_key(info.key)
@@ -117,13 +123,9 @@ class CollectionLock:
 
     def _check_over(self, info: ObjectInfo) -> None:
         bucket = self._run.bucket
+        found = self._read(info)
         # A claim that cannot be read states no duration; assume the usual one.
-        seconds = CLAIM_SECONDS
-        try:
-            data = bucket.get(info.key, max_bytes=limits.MAX_SIDE_BYTES)
-            seconds = Collection.from_bytes(data, info.key).seconds
-        except DataError as error:
-            logger.debug("%s cannot be read: %s", info.key, error)
+        seconds = CLAIM_SECONDS if found is None else found.seconds
         bucket.put(COLLECTIONS_CLOCK, COLLECTION_END)
         # The store's times are cut to whole seconds.
         left = info.modified + seconds + 1 - bucket.stat(COLLECTIONS_CLOCK).modified
@@ -132,6 +134,14 @@ class CollectionLock:
                 f"another collection of {bucket.url} is running ({info.key}); start this one again when the other is "
                 f"done, or in {left:.0f} s if the other was killed"
             )
+
+    def _read(self, info: ObjectInfo) -> Collection | None:
+        """Return a claim; None if it cannot be read."""
+        try:
+            return Collection.from_bytes(self._run.bucket.get(info.key, max_bytes=limits.MAX_SIDE_BYTES), info.key)
+        except DataError as error:
+            logger.debug("%s cannot be read: %s", info.key, error)
+            return None
 
     def _claim(self, number: int) -> bool:
         """Create a claim; False if another collection was first."""
@@ -146,6 +156,7 @@ class CollectionLock:
             created_at=timestamp(),
         )
         bucket, key, data = self._run.bucket, collection_key(number), document.to_bytes()
+        self._tried = True
         if not (create_if_absent(bucket, key, data) and confirm_created(bucket, key, data)):
             return False
         if self._newest()[0] > number:
