@@ -1,5 +1,6 @@
 """``delta-sync keygen``, and the keys that other commands take."""
 
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,25 @@ def test_keygen(tmp_path: Path) -> None:
     assert curve.load_public(tmp_path / "notice.key.pub").decode() == document["key"]
     assert stat.S_IMODE(notice.stat().st_mode) == 0o600
     assert kind(5, "keygen", notice, "--notice") == "conflict"
+
+
+@pytest.mark.parametrize("flags", [[], ["--notice"]])
+def test_keygen_that_is_interrupted_leaves_nothing(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def interrupted(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupted)
+        assert delta_sync("keygen", tmp_path / "a.key", *flags).code == 130
+    assert len(synced) == 2
+    assert [*tmp_path.iterdir()] == []
+    assert delta_sync("keygen", tmp_path / "a.key", *flags).code == 0
 
 
 @pytest.mark.parametrize("command", ["tag set best", "compact", "branch --to {folder}/branch"])

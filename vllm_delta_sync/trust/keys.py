@@ -104,12 +104,14 @@ def write_pair(path: Path, secret: bytes, public: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-    except OSError as error:
+    except BaseException as error:  # an interrupt must not leave one half, which the next call would refuse
         for file_path in created:
             file_path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             raise ConflictError(f"{error.filename} exists already; give another path, or remove it first") from error
-        raise StoreError(f"the key cannot be written to {str(path)!r}: {error.strerror}") from error
+        if isinstance(error, OSError):
+            raise StoreError(f"the key cannot be written to {str(path)!r}: {error.strerror}") from error
+        raise
 
 
 def check_private(path: Path, what: str) -> None:
