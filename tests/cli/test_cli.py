@@ -343,6 +343,9 @@ def test_a_reader_that_goes_away(line: tuple[str, ...], code: int, tmp_path: Pat
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     for line, redirection, code, said in (
         (f"log --bucket {GOLDEN}", ">/dev/full", 4, "the output cannot be written"),
+        ("log --help", ">/dev/full", 4, "the output cannot be written"),
+        ("--version", ">/dev/full", 4, "the output cannot be written"),
+        ("log --help", ">&-", 0, ""),
         (f"log --bucket {GOLDEN}", ">&-", 0, ""),
         (f"log --bucket {GOLDEN}", "2>&-", 0, ""),
         ("log --bucket /nowhere", "2>&-", 3, ""),
@@ -353,7 +356,7 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         command = f"{sys.executable} -m vllm_delta_sync.cli {line} {redirection}"
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60)
         assert done.returncode == code, command
-        assert said in done.stderr
+        assert said in done.stderr, command
         assert "Traceback" not in done.stderr
         assert code == 0 or not done.stdout
 

@@ -112,6 +112,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print what ``--help`` or ``--version`` shows; argparse's own method ignores failures."""
+        try:
+            print(message, end="", file=file or sys.stderr, flush=True)
+        except BrokenPipeError:
+            discard_output()
+        except OSError as error:
+            raise _unwritable(error) from error
+
 
 def build_parser() -> Parser:
     """Build the parser of the whole command line; its help is the docstring of ``main``."""
@@ -177,12 +186,17 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader has seen enough; what was done, or found, is as it is.
         discard_output()
-    except OSError as error:  # a full disk
-        discard_output(sys.stdout)
-        failed = StoreError(f"the output cannot be written: {error.strerror}")
+    except OSError as error:
+        failed = _unwritable(error)
         print_error(failed)
         return code or failed.exit_code
     return code
+
+
+def _unwritable(error: OSError) -> StoreError:
+    """Return the error of standard output that cannot be written, such as on a full disk."""
+    discard_output(sys.stdout)
+    return StoreError(f"the output cannot be written: {error.strerror}")
 
 
 def check_working_folder() -> None:
