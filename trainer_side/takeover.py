@@ -747,11 +747,18 @@ def claim(run: Run, tail: HistoryTail) -> tuple[int, bytes]:
     Once this returns, the former writer commits at most one more version.
 
     Raises:
+        LimitError: a claim has the last number.
         StoreError: the store failed; at worst a claim is left that fences the former writer.
     """
     bucket, writer = run.bucket, secrets.token_hex(16)
     epoch = max(run.newest_epoch(), 0 if tail.manifest is None else tail.manifest.epoch) + 1
     while True:
+        if epoch > limits.MAX_VERSION:
+            # A key of more digits would be no claim: this run would read as damaged from here on.
+            raise LimitError(
+                f"{CLAIMS_PREFIX} of {bucket.url} has no numbers left: a claim or a manifest there has a number that "
+                "no publisher reaches; find out who wrote it, and remove it"
+            )
         document = run.keyring.signed(
             Claim(
                 run=run.info.run,

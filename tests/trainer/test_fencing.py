@@ -15,7 +15,8 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, asse
 from trainer_side import Publisher, writer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import base as bucket_base
-from vllm_delta_sync.errors import ConflictError, PublishError
+from vllm_delta_sync.errors import ConflictError, LimitError, PublishError
+from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
 
@@ -349,6 +350,23 @@ def test_epoch_grows_whatever_became_of_the_claims(bucket: Hooked, trainer: Trai
         for info in list(bucket.list(CLAIMS_PREFIX)):
             bucket.delete(info.key)
     assert epochs(bucket) == [0, 1, 2]
+
+
+def test_a_claim_that_no_publisher_reaches_is_named_and_nothing_is_written_after_it(
+    bucket: Hooked, trainer: Trainer
+) -> None:
+    """The next one would have a key of eleven digits, which no reader takes for a claim."""
+    Publisher(trainer.live, bucket).close()
+    key = claim_key(limits.MAX_VERSION)
+    bucket.put(key, b"{}")
+    before = {info.key for info in bucket.list()}
+    with pytest.raises(LimitError, match=r"claims/ of .* has no numbers left"):
+        Publisher(trainer.live, bucket)
+    assert {info.key for info in bucket.list()} == before
+    bucket.delete(key)
+    with Publisher(trainer.live, bucket) as publisher:
+        publisher.publish(step=1)
+    open_run(bucket.url).verify()
 
 
 @pytest.mark.parametrize("taken", ["removed", "replaced", "taken over"])
