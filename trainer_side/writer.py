@@ -349,7 +349,8 @@ class RunWriter:
             unchanged = reads_back(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), self._info)
         except NotFoundError as error:
             raise ConflictError(
-                f"the run at {bucket.url} was removed; this publisher stops: start a new run"
+                f"the run at {bucket.url} was removed, or its disk is no longer mounted; this publisher stops: mount "
+                "it again and start the publisher again, or start a new run"
             ) from error
         if not unchanged:
             raise ConflictError(
