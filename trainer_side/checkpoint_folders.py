@@ -9,7 +9,7 @@ process (SIGBUS) if the trainer truncates a file, or deletes it on a network fil
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -75,7 +75,8 @@ SLEEP_SECONDS = 0.2
 SIDECAR = "checkpoint-folders"
 """Sidecar of the versions that a watcher publishes: which folders it has published, see ``_Record``."""
 MAX_PUBLISHED = 1000
-"""Published checkpoints whose contents the sidecar remembers."""
+"""Published checkpoints whose contents the sidecar remembers, and published folders that are gone. A folder may come
+back, as one on a network file system, so it is not forgotten at once."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read, and the bytes of the checkpoint."""
@@ -501,12 +502,21 @@ class _Record(BaseModel):
     folders: dict[str, str] = {}
     published: list[str] = []
 
-    def with_folder(self, found: FoundCheckpoint, fingerprint: str | None, is_newest: bool) -> "_Record":
-        """Return the record with one more folder. Args: fingerprint: None if it is not known (yet)."""
+    def with_folder(
+        self, found: FoundCheckpoint, fingerprint: str | None, is_newest: bool, present: Collection[str]
+    ) -> "_Record":
+        """Return the record with one more folder.
+
+        Args:
+            fingerprint: None if it is not known (yet). present: folders that are there now.
+        """
         known = [each for each in self.published if each != fingerprint]
+        folders = {name: digest for name, digest in self.folders.items() if name != found.name}
+        for name in [name for name in folders if name not in present][:-MAX_PUBLISHED]:
+            del folders[name]
         return _Record(
             written=found.written[1] if is_newest else self.written,
-            folders={**self.folders, found.name: _digest(found)},
+            folders={**folders, found.name: _digest(found)},
             published=[*known, fingerprint][-MAX_PUBLISHED:] if fingerprint is not None else known,
         )
 
@@ -688,10 +698,10 @@ class CheckpointWatcher:
             self._refuse(found, error)
             return None
         if newest is not None and is_known:
-            self._record = self._record.with_folder(found, None, is_newest=False)
+            self._record = self._record.with_folder(found, None, is_newest=False, present=self._seen)
             reason = f"its weights were published before version {newest.version} (step {newest.step})"
             return PublishedCheckpoint(path, step, "older", newest, reason=reason)
-        record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
+        record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True, present=self._seen)
         try:
             result = self._publisher.publish(checkpoint, step, {SIDECAR: record.model_dump_json().encode()})
         except (
@@ -704,7 +714,7 @@ class CheckpointWatcher:
                 raise  # of the run
             self._refuse(found, error)
             return None
-        self._record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
+        self._record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True, present=self._seen)
         return replace(result, folder=path)
 
     def _check_base(self, found: FoundCheckpoint, checkpoint: CheckpointFolder) -> None:

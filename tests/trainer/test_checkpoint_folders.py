@@ -21,7 +21,7 @@ from tests.support.checkpoints import index_of, shards_of, weights, write_checkp
 from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import trainer_of
-from trainer_side import Gate
+from trainer_side import Gate, checkpoint_folders
 from trainer_side.checkpoint_folders import (
     SIDECAR,
     CheckpointFolder,
@@ -464,6 +464,21 @@ def test_a_checkpoint_that_was_begun_before_the_newest_one_is_older(
     assert [(result.step, result.outcome) for result in watcher.watch(once=True)] == []
     assert watcher.left_out == {}
     assert_versions(url, [weights(20)])
+
+
+def test_folders_that_are_gone_for_long_are_forgotten(out: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is part of each version, and a trainer that keeps only its last checkpoints has had thousands."""
+    monkeypatch.setattr(checkpoint_folders, "MAX_PUBLISHED", 2)
+    for step in range(1, 9):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step))
+        assert watch_once(out, url)[-1] == (f"checkpoint-{step}", "published", step - 1)
+        if step > 2:
+            shutil.move(out / f"checkpoint-{step - 2}", out.parent / f"{step - 2}")
+    record = json.loads(open_run(url).sidecar(7, SIDECAR))
+    assert [*record["folders"]] == [f"checkpoint-{step}" for step in (4, 5, 6, 7, 8)]
+    # One that comes back is not published again.
+    shutil.move(out.parent / "5", out / "checkpoint-5")
+    assert "published" not in {outcome for _, outcome, _ in watch_once(out, url)}
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"written": 1, "folders": {"a": 3}, "published": []}'])
