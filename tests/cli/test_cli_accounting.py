@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.collecting import long_run
 from tests.support.commands import answer, delta_sync, kind, refusal, shown
 from tests.support.publishers import small_trainer
 from tests.support.samples import RunWriter, every_dtype_table, random_bits
@@ -30,6 +32,7 @@ from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.accounting import account
 from vllm_delta_sync.maintenance.follow import follow
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.tensors.bits import Bits
@@ -156,6 +159,18 @@ def test_du_of_a_run_of_the_publisher_with_files_and_shared_sidecars(tmp_path: P
 def test_du_of_a_reference_does_not_count_the_checkpoint(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", 3, start="checkpoint")
     assert du(written)["full_bytes"] == 3 * TABLE.full_bytes
+
+
+def test_du_of_many_versions_holds_no_manifests(tmp_path: Path) -> None:
+    """A run has 100,000 versions after some weeks, and a manifest takes 5 kB of memory."""
+    run, many = long_run(tmp_path, 400).run_, 400
+    account(run)  # what is imported or cached once
+    tracemalloc.start()
+    try:
+        assert len(account(run).versions) == many + 1
+        assert tracemalloc.get_traced_memory()[1] < 4_000 * many
+    finally:
+        tracemalloc.stop()
 
 
 def test_du_notes_a_damaged_merged_delta(written: Written) -> None:

@@ -1,6 +1,7 @@
 """``delta-sync du``, which ``maintenance.accounting`` computes."""
 
 import argparse
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import RUN, checking_history, opened, positive
@@ -58,9 +59,9 @@ def du(options: argparse.Namespace) -> Report:
 
 
 def _version(cost: "VersionCost") -> dict[str, Any]:
-    stored = cost.stored
+    stored = Counter(cost.stored)
     return {
-        **pick(cost.manifest, "version step kind changed total payload_bytes full_bytes"),
+        **pick(cost, "version step kind changed total payload_bytes full_bytes"),
         "stored": {
             "objects": stored["deltas"] + stored["anchors"],
             "standalone_anchor": stored["standalone anchors"],

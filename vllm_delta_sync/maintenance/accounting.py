@@ -5,7 +5,7 @@ Sizes come from one listing of the bucket, and what an object is for from the do
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,18 +43,34 @@ _DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, COLLECTIONS_CLOCK)
 _HEARTBEAT = re.compile(re.escape(HEARTBEATS_PREFIX) + r"[^/]+\.json")
 
 
-@dataclass
+@dataclass(slots=True)
 class VersionCost:
     """What a version takes in the bucket; what several versions name counts for the first of them.
 
     Attributes:
-        manifest: of the version. stored: kind → bytes in the bucket, of its manifest, its own objects, its sidecars and
-            its standalone anchor. lost: its own objects that are not stored; garbage collection removed them.
+        version, step, kind, changed, total, payload_bytes, full_bytes: as in its manifest, which takes much more
+            memory. objects: keys of its own objects.
+        stored: kind → bytes in the bucket, of its manifest, its own objects, its sidecars and its standalone anchor.
+        lost: its own objects that are not stored; garbage collection removed them.
     """
 
-    manifest: Manifest
-    stored: Counter[Kind] = field(default_factory=Counter)
+    version: int
+    step: int
+    kind: str
+    changed: int
+    total: int
+    payload_bytes: int
+    full_bytes: int
+    objects: tuple[str, ...]
+    stored: dict[Kind, int] = field(default_factory=dict)
     lost: int = 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "VersionCost":
+        return cls(
+            manifest.version, manifest.step, manifest.kind, manifest.changed, manifest.total, manifest.payload_bytes,
+            manifest.full_bytes, tuple(ref.key for ref in manifest.objects),
+        )  # fmt: skip
 
 
 @dataclass
@@ -77,20 +93,18 @@ class BucketAccount:
     unreadable: dict[str, str] = field(default_factory=dict)
 
 
-def read_history(run: RunReader, last: int | None = None, progress: Progress | None = None) -> list[Manifest]:
-    """Return the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
+def read_history(run: RunReader, last: int | None = None, progress: Progress | None = None) -> Iterator[Manifest]:
+    """Yield the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
 
     Raises:
         As ``RunReader.log``.
     """
     head = run.head()
     count = head.version + 1 if last is None else min(last, head.version + 1)
-    found: list[Manifest] = []
-    for manifest in run.log(last, head):
-        found.append(manifest)
+    for done, manifest in enumerate(run.log(last, head), 1):
+        yield manifest
         if progress is not None:
-            progress(len(found), count)
-    return found
+            progress(done, count)
 
 
 def is_empty(run: RunReader) -> bool:
@@ -113,41 +127,40 @@ def account(run: RunReader, progress: Progress | None = None) -> BucketAccount:
         DeltaSyncError: as ``RunReader.log``, for example because a manifest is damaged.
     """
     found = BucketAccount()
-    manifests: list[Manifest] = []
-    try:
-        manifests = read_history(run, None, progress)
-    except NotFoundError:
-        if not is_empty(run):
-            raise
-    found.versions = [VersionCost(manifest) for manifest in manifests]
-    found.full_bytes = full_bytes(manifests)
     named: dict[str, tuple[Kind, int | None]] = {}
 
     def name(refs: Iterable[str], kind: Kind, version: int | None = None) -> None:
         for key in refs:
             named.setdefault(key, (kind, version))
 
-    for manifest in manifests:
-        kind: Kind = "anchors" if manifest.kind == "anchor" else "deltas"
-        name((ref.key for ref in manifest.objects), kind, manifest.version)
-        name((item.key for item in manifest.sidecars), "sidecars", manifest.version)
+    try:
+        for manifest in read_history(run, None, progress):
+            cost = VersionCost.of(manifest)
+            found.versions.append(cost)
+            found.full_bytes += full_bytes([manifest])
+            name(cost.objects, "anchors" if manifest.kind == "anchor" else "deltas", manifest.version)
+            name((item.key for item in manifest.sidecars), "sidecars", manifest.version)
+    except NotFoundError:
+        if not is_empty(run):
+            raise
     for document in _read_standalone(run, found):
         keys = [ref.key for ref in document.objects]
         if isinstance(document, MergedDelta):
             name(keys, "merged deltas")
         else:
-            name(keys, "standalone anchors", document.version if document.version < len(manifests) else None)
+            name(keys, "standalone anchors", document.version if document.version < len(found.versions) else None)
     name((item.key for item in run.info.files), "files")
     stored: set[str] = set()
     for info in run.bucket.list():
-        kind, owner = named.get(info.key) or _document(info.key, len(manifests))
+        kind, owner = named.get(info.key) or _document(info.key, len(found.versions))
         stored.add(info.key)
         found.counts[kind] += 1
         found.bytes[kind] += info.bytes
         if owner is not None:
-            found.versions[owner].stored[kind] += info.bytes
+            costs = found.versions[owner].stored
+            costs[kind] = costs.get(kind, 0) + info.bytes
     for cost in found.versions:
-        cost.lost = sum(ref.key not in stored for ref in cost.manifest.objects)
+        cost.lost = sum(key not in stored for key in cost.objects)
     return found
 
 

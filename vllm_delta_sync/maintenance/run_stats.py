@@ -76,7 +76,7 @@ def version_stats(run: RunReader, last: int | None = None, progress: Progress | 
         As ``RunReader.log``.
     """
     # One more, for the time since the version before the first.
-    manifests = read_history(run, None if last is None else last + 1, progress)
+    manifests = list(read_history(run, None if last is None else last + 1, progress))
     found: list[VersionStats] = []
     published = full = 0
     for place, manifest in enumerate(manifests):
