@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.answers import closed_port
-from tests.support.commands import answer, delta_sync, envelope, kind, shown
-from tests.support.written import Written
+from tests.support.commands import answer, delta_sync, envelope, kind, refusal, shown
+from tests.support.samples import RunWriter
+from tests.support.written import SMALL, Written
 from vllm_delta_sync import cli
+from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
 from vllm_delta_sync.trust.keys import generate
@@ -123,6 +125,14 @@ def test_a_head_that_names_what_is_gone_is_1(written: Written) -> None:
     for command in ("log", "verify"):
         assert kind(3, command, "--bucket", written.folder) == "not_found"
     assert answer("inspect", "--bucket", written.folder)["head"] is None
+
+
+def test_a_run_without_versions_is_named_as_that(tmp_path: Path) -> None:
+    writer = RunWriter(open_bucket(tmp_path / "run"), SMALL)
+    for command in ("log", "stats", "compact", "gc", "branch", "export", "tag set", "follow", "diff"):
+        arguments = [*command.split(), *ON_A_RUN[command].format(new=tmp_path / "new").split()]
+        error = refusal(*arguments, "--bucket", writer.bucket.url, code=3)
+        assert error["message"] == f"no version is published at {writer.bucket.url!r} yet", command
 
 
 def test_versions_that_gc_cannot_keep_are_1(written: Written) -> None:

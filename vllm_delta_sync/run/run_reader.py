@@ -315,7 +315,10 @@ class RunReader:
                 end = head.version
             manifest = self._pointed_at(head)
         except DataError as error:
-            before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error)
+            sizes = self._manifest_sizes()
+            if self.pointer is None and not sizes and isinstance(error, NotFoundError):
+                raise NotFoundError(f"no version is published at {self.bucket.url!r} yet") from error
+            before = newest_good_before(sizes, self.document_limit, self.manifest, end, error)
             # A publisher may have continued after a damaged manifest, and ended before it wrote HEAD.json.
             found, _ = self._probe(before, None)
             if found.version > end:
