@@ -3,6 +3,9 @@
 import json
 import os
 import random
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -434,6 +437,24 @@ def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
     chain.grow()
     # It may call delta-sync.
     assert delta_sync(*arguments, f"{sys.executable} -m vllm_delta_sync.cli log --bucket {chain.url}").code == 0
+
+
+def test_sigterm_ends_the_command_with_0(chain: Chain, out: Path) -> None:
+    """While it polls, and while the command of ``--on-update`` runs, which runs again at the next start."""
+    url = chain.url
+    line = [sys.executable, "-m", "vllm_delta_sync.cli", "follow", "--bucket", url, "--to", str(out)]
+    for more, said in (([], "version "), (["--on-update", "sh -c 'echo begun; exec sleep 600'"], "begun")):
+        shutil.rmtree(out, ignore_errors=True)
+        with subprocess.Popen([*line, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+            assert command.stdout is not None
+            while said not in command.stdout.readline():
+                assert command.poll() is None
+            command.send_signal(signal.SIGTERM)
+            _, errors = command.communicate(timeout=60)
+        assert (command.returncode, errors) == (0, "")
+        assert held(out / "current") == expected(chain.table, chain.bits[0])
+        rows = answer("follow", "--bucket", url, "--to", out, "--once")["versions"]
+        assert len(rows) == 1 or not more
 
 
 def test_a_command_that_fails(chain: Chain, out: Path) -> None:
