@@ -50,6 +50,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer_side import Publisher, PublishResult
 from vllm_delta_sync import DeltaSyncError, open_run
+from vllm_delta_sync.urls import check_url
 
 PROMPTS, SAMPLES = 16, 8  # words per step, and answers to each: the batch of one optimizer step
 RATE, EPS, MAX_NORM = 3e-4, 1e-2, 10.0
@@ -494,6 +495,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
+    try:
+        if options.bucket:
+            check_url(options.bucket)  # not after minutes of warming up
+    except DeltaSyncError as error:
+        parser.error(str(error))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:

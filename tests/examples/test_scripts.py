@@ -129,6 +129,14 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+def test_rl_loop_refuses_a_url_before_it_does_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        rl_loop.main(["--bucket", "ftp://x", "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert "'ftp://x' has the unknown scheme 'ftp'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_rl_loop_publishes_each_step_and_writes_its_summary(
     tmp_path: Path, in_process: None, one_thread: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
