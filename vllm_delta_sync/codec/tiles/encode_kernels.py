@@ -143,7 +143,7 @@ def gaps_of_bands(
     # the rounding error, for bands below 2^50 elements.
     per_column = 1.0 / columns
     begin, tile = 0, 0
-    ends = np.empty(BUCKETS * group + 1, np.int64)
+    ends, following = np.empty(BUCKETS * group + 1, np.int64), np.empty(BUCKETS * group, np.uint32)
     for band in range(first, last):
         top, bottom = row_edges[band], row_edges[band + 1]
         for start in range(0, across, group):
@@ -180,40 +180,44 @@ def gaps_of_bands(
                 ends[bucket + ONE] += 1
             for bucket in range(BUCKETS * group):
                 ends[bucket + 1] += ends[bucket] - begin
+            following[:] = 0
             for i in range(begin, end):
-                bucket = np.uint64(buckets[i - begin])
+                bucket, rank = np.uint64(buckets[i - begin]), ranks[i - begin]
                 cursor = np.uint64(ends[bucket])
                 ends[bucket] += 1
-                gaps[cursor], values[cursor] = ranks[i - begin], zigzag_of(distances[i])
+                gaps[cursor], values[cursor] = rank - following[bucket], zigzag_of(distances[i])
+                following[bucket] = rank + np.uint32(1)
             # Each number is the end of a bucket now.
             done = begin
             for number in range(group):
                 members = before[slots[number], :, np.uint64(bottom - top) * widths[number]]
-                mine = ends[BUCKETS * number : BUCKETS * (number + 1)]
-                _ranks_to_gaps(members, PLAIN if plain[tile] else OTHERS, done, mine, kinds, gaps)
-                sizes[tile], done = mine[CLASSES] - done, mine[CLASSES]
+                mine = slice(BUCKETS * number, BUCKETS * (number + 1))
+                _join_classes(members, PLAIN if plain[tile] else OTHERS, done, ends[mine], following[mine], kinds, gaps)
+                sizes[tile], done = ends[mine.stop - 1] - done, ends[mine.stop - 1]
                 tile += 1
             begin = end
 
 
 @_compile
-def _ranks_to_gaps(members, others, start, ends, kinds, gaps):
-    """Replace a tile's ranks within their classes by gaps, and write the table of each.
+def _join_classes(members, others, start, ends, following, kinds, gaps):
+    """Write the tables of a tile's gaps, and let the first gap of each class begin where the class before it ended.
 
     Args:
         members: (CLASSES,) elements of each class. others: the table after those of the classes.
         start, ends: where the changes of the first class begin; where those of each class end, and those without.
+        following: (BUCKETS,) rank after the last change of each class, among its members.
     """
     # A gap has the table of the element at which it begins.
-    kind, kind_end, following, base = 0, members[0], np.uint32(0), np.uint32(0)
-    for owner in range(CLASSES + 1):
-        for i in range(start, ends[owner]):
-            while kind < CLASSES and following >= kind_end:
+    kind, kind_end, reached, base = 0, members[0], np.uint32(0), np.uint32(0)
+    for owner in range(BUCKETS):
+        if start < ends[owner]:
+            while kind < CLASSES and reached >= kind_end:
                 kind += 1
                 kind_end += members[min(kind, CLASSES - 1)]
-            reached = base + gaps[i]
-            kinds[i], gaps[i] = (kind if kind < CLASSES else others), reached - following
-            following = reached + np.uint32(1)
+            kinds[start : ends[owner]] = owner if owner < CLASSES else others
+            kinds[start] = kind if kind < CLASSES else others
+            gaps[start] += base - reached
+            reached = base + following[owner]
         start = ends[owner]
         base += members[min(owner, CLASSES - 1)]
 
