@@ -17,7 +17,7 @@ from trainer_side.maintenance import BackgroundMaintenance, RebaseTag
 from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_document, error_from_rank, first_error
 from trainer_side.result import PublishProgress, Stopwatch
-from trainer_side.takeover import OpenedRun
+from trainer_side.run_start import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel

@@ -89,6 +89,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "trainer/test_single_writer.py",
         "trust/test_signed_publisher.py",
     ),
+    "trainer_side/run_start.py": ("trainer/test_publisher.py", "trainer/test_single_writer.py"),
     "trainer_side/takeover.py": (
         "trainer/test_fencing.py",
         "trainer/test_single_writer.py",

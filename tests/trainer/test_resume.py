@@ -458,7 +458,7 @@ def test_a_manifest_that_head_names_and_that_is_lost_is_no_gap(url: str) -> None
 
 def test_a_manifest_larger_than_readers_take_is_not_committed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_side.takeover.document_limit", lambda table: 200)
+        patch.setattr("trainer_side.run_start.document_limit", lambda table: 200)
         with pytest.raises(LimitError, match=r"0000000000.*document_limit"):
             Publisher(tensors(), url)
     assert keys(url) == set()
