@@ -25,7 +25,8 @@ from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between, state_of
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.tiles.grid import TensorView, covered_rectangles, extent, grid_of
+from vllm_delta_sync.codec.tiles.grid import extent, grid_of
+from vllm_delta_sync.codec.tiles.held_parts import TensorView, covered_rectangles
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -21,7 +21,8 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import grid
-from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, TensorView, covered_rectangles, extent
+from vllm_delta_sync.codec.tiles.grid import extent
+from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, TensorView, covered_rectangles
 from vllm_delta_sync.engine.model.route import coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.protocol import Commit, Outcome, Poll, Progress, Revert, Staged

@@ -23,7 +23,8 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader, TilesReader
 from vllm_delta_sync.codec.tiles import decode_kernels
 from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
-from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, grid_of
+from vllm_delta_sync.codec.tiles.grid import Grid, grid_of
+from vllm_delta_sync.codec.tiles.held_parts import CutTileError
 from vllm_delta_sync.codec.tiles.prefix_code import Decoding, decoding
 from vllm_delta_sync.engine.model import decode_triton
 from vllm_delta_sync.engine.model.decode_triton import (

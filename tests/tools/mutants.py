@@ -48,6 +48,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "format/test_golden_tiles.py",
     ),
     "vllm_delta_sync/codec/tiles/grid.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
+    "vllm_delta_sync/codec/tiles/held_parts.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
     "vllm_delta_sync/codec/tiles/classes.py": ("codec/test_tiles.py",),
     "vllm_delta_sync/codec/tiles/prefix_code.py": ("codec/test_prefix_code.py", "codec/test_tiles_hostile.py"),
     "vllm_delta_sync/codec/tiles/shared_kernels.py": (

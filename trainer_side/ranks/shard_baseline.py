@@ -14,7 +14,7 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.pending_delta import FullTensor, PendingDelta, SparseTensor, VersionChanges
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.ranks.shard_parts import RankParts
-from vllm_delta_sync.codec.tiles.grid import CutTileError, covered_rectangles, view_of
+from vllm_delta_sync.codec.tiles.held_parts import CutTileError, covered_rectangles, view_of
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

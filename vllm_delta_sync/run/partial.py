@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_delta_sync.codec.tiles.grid import CutTileError, held_part, refusing, view_of
+from vllm_delta_sync.codec.tiles.held_parts import CutTileError, held_part, refusing, view_of
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided

@@ -21,7 +21,7 @@ import numpy as np
 from vllm_delta_sync.bucket import open_beside
 from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.codec.delta_reader import pieces_of
-from vllm_delta_sync.codec.tiles.grid import CutTileError
+from vllm_delta_sync.codec.tiles.held_parts import CutTileError
 from vllm_delta_sync.errors import (
     BaseUnavailableError,
     ChainError,

@@ -27,7 +27,8 @@ from vllm_delta_sync.codec.tiles.classes import (
     key_shift,
     magnitude_mask,
 )
-from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, Span, extent, grid_of, least_tiles, shares_of_threads
+from vllm_delta_sync.codec.tiles.grid import Grid, Span, extent, grid_of, least_tiles, shares_of_threads
+from vllm_delta_sync.codec.tiles.held_parts import CutTileError
 from vllm_delta_sync.codec.tiles.prefix_code import Decoding, Lengths, code_lengths, code_words, decoding, overfull
 from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress

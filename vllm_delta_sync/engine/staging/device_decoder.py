@@ -23,7 +23,8 @@ import torch
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.coder import CodedTensor
-from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, CutTileError, extent, grid_of
+from vllm_delta_sync.codec.tiles.grid import extent, grid_of
+from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, CutTileError
 from vllm_delta_sync.engine.model.accelerator import ALIGNMENT, Workspace, bytes_of, carve
 from vllm_delta_sync.engine.model.decode_triton import (
     BITS,

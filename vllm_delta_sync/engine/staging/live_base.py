@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
-from vllm_delta_sync.codec.tiles.grid import CutTileError, TensorView, covered_rectangles, extent, grid_of, held_part
+from vllm_delta_sync.codec.tiles.grid import extent, grid_of
+from vllm_delta_sync.codec.tiles.held_parts import CutTileError, TensorView, covered_rectangles, held_part
 from vllm_delta_sync.engine.model.route import region_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError
