@@ -1,6 +1,7 @@
 """Tags: set, moved, deleted, and refused where the version is not kept."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_beside_a_damaged_manifest_a_version_gets_no_tag(grown: Grown) -> None:
     assert grown.run_.tags() == {}
     grown.memory.put(version_key(4), following)
     assert set_tag(grown.run_, "best", 3).version == 3
+
+
+def test_a_tag_that_is_deleted_while_tags_are_listed_is_left_out(grown: Grown) -> None:
+    """Publishers delete tags of their own at any time."""
+    for name in ("kept", "rebased"):
+        set_tag(grown.run_, name, 2)
+    listed = [*grown.memory.list(side.TAGS_PREFIX)]
+    delete_tag(grown.run_, "rebased")
+    with mock.patch.object(grown.memory, "list", return_value=iter(listed)):
+        assert list(grown.run_.tags()) == ["kept"]
 
 
 def test_names_and_versions_that_are_none(grown: Grown) -> None:

@@ -532,8 +532,12 @@ class RunReader:
 
     def tags(self) -> dict[str, Tag]:
         """Return all tags by name, including those that branches set. A damaged tag raises."""
-        names = [tag_of_key(item.key) for item in self.bucket.list(TAGS_PREFIX)]
-        return {name: self.tag(name) for name in names if name is not None}
+        found: dict[str, Tag] = {}
+        for name in [tag_of_key(item.key) for item in self.bucket.list(TAGS_PREFIX)]:
+            if name is not None:
+                with suppress(NotFoundError):  # deleted meanwhile
+                    found[name] = self.tag(name)
+        return found
 
     def anchors(self) -> list[int]:
         """Return the versions that have a standalone anchor, ascending; one listing."""
