@@ -129,6 +129,7 @@ def test_a_version_that_is_damaged_or_lies_before_a_damaged_manifest_has_no_bran
     key = run.manifest(9).objects[0].key
     damaged = run.bucket.get(key)[:-1] + b"?"
     for version, at, data, error, named in (
+        (9, key, damaged[:-1], DigestError, key),
         (9, key, damaged, DigestError, key),
         (7, version_key(8), b"{", ChainError, "version 8"),
     ):

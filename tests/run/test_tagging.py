@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from tests.support.collecting import Crash, Grown, MemoryBucket, long_run
-from vllm_delta_sync.errors import ChainError, ConflictError, FormatError, NotFoundError, UsageError
+from vllm_delta_sync.errors import ChainError, ConflictError, DigestError, FormatError, NotFoundError, UsageError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import RETENTION_KEY, Tag
 from vllm_delta_sync.format.manifest import version_key
@@ -113,7 +113,12 @@ def test_a_version_that_was_damaged_gets_no_tag(grown: Grown, truncated: bool) -
     if truncated:
         grown.memory.put(key, data[:-1])
     assert set_tag(grown.run_, "before", 2).version == 2
-    with pytest.raises(NotFoundError):
+    with pytest.raises(DigestError if truncated else NotFoundError, match="version 4 cannot be rebuilt") as caught:
+        set_tag(grown.run_, "after", 4)
+    assert key in caught.value.message
+    assert "collection" not in caught.value.message
+    grown.memory.put(version_key(3), b"{")
+    with pytest.raises(FormatError, match=r"version 4 cannot be rebuilt.*versions/0000000003"):
         set_tag(grown.run_, "after", 4)
     grown.beside(4, grown.folder)
     assert set_tag(grown.run_, "after", 4).version == 4

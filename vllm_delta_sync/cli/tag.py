@@ -25,7 +25,7 @@ def _row(name: str, tag: "Tag") -> dict[str, Any]:
     *SIGNED_RUN,
     option("--version", type=version, metavar=VERSION, help="the version; default: the head"),
     option("--milestone", action="store_true", help="the publisher makes an anchor of the version, which gc keeps"),
-    failed=REFUSED,
+    failed=f"what the version needs is damaged; {REFUSED}",
 )
 def set_tag(options: argparse.Namespace) -> Report:
     """Name a version, so that gc keeps it and tag:NAME refers to it. A tag that exists is moved.

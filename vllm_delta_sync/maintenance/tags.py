@@ -46,9 +46,10 @@ def set_tag(
 
     Raises:
         UsageError: the name is not valid, or is that of a ``rebase_tag``. NotFoundError: no such version, or it was
-        removed; the tag is unchanged. ConflictError: a branch needs the tag of that name. ChainError: the version's
-        manifest was altered; or, without trusted keys, the manifest after it is unreadable, which alone shows that. The
-        tag's digest would be wrong once the manifest is repaired. StoreError: the store failed.
+        removed; the tag is unchanged. FormatError: an object that it needs is damaged. ConflictError: a branch needs
+        the tag of that name. ChainError: the version's manifest was altered; or, without trusted keys, the manifest
+        after it is unreadable, which alone shows that. The tag's digest would be wrong once the manifest is repaired.
+        StoreError: the store failed.
     """
     key = tag_key(name)
     if not rebase and rebase_epoch(name) is not None:

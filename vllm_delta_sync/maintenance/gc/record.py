@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.bucket.verified import has_object
-from vllm_delta_sync.errors import DataError, NotFoundError
+from vllm_delta_sync.bucket.verified import check_stored_size
+from vllm_delta_sync.errors import DataError, FormatError, NotFoundError
 from vllm_delta_sync.format.base_document import timestamp
-from vllm_delta_sync.format.documents import Retention
+from vllm_delta_sync.format.documents import RETENTION_KEY, Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_of_key
 from vllm_delta_sync.run.read_plan import Plan, plan_read
 from vllm_delta_sync.run.run_reader import RunReader
@@ -44,36 +44,43 @@ def lasting_plan(run: RunReader, target: Manifest) -> Plan:
     """Return a plan to rebuild a version from objects that are all stored and that no collection is removing.
 
     Raises:
-        NotFoundError: there is no such plan. StoreError: the store failed.
+        NotFoundError: there is no such plan. FormatError: it needs what is damaged. StoreError: the store failed.
     """
     record = run.retention() or empty_record(run)
     avoid = set(record.going)
+    first: DataError | None = None
     while True:
         try:
             found = plan_read(run, target, avoid)
-            documents = [
-                (found.root.key, found.root.document.objects),
-                *((step.key, step.objects) for step in found.steps),
-            ]
-            bad = next((key for key, objects in documents if not _stays(run, record, key, objects)), None)
         except DataError as error:
-            raise _lost(target, error.message) from error
-        if bad is None:
+            raise _lost(target, first or error) from error
+        documents = [
+            (found.root.key, found.root.document.objects),
+            *((step.key, step.objects) for step in found.steps),
+        ]
+        for key, objects in documents:
+            try:
+                _check_stays(run, record, key, objects)
+            except DataError as error:
+                first = first or error
+                if key in avoid:
+                    raise _lost(target, first) from error
+                avoid.add(key)
+                break
+        else:
             return found
-        if bad in avoid:
-            raise _lost(target, f"objects of {bad} are missing")
-        avoid.add(bad)
 
 
-def _lost(target: Manifest, reason: str) -> NotFoundError:
-    return NotFoundError(
-        f"version {target.version} cannot be rebuilt, now or after the collection that is running: {reason}; choose a "
-        "version that is kept"
-    )
+def _lost(target: Manifest, reason: DataError) -> DataError:
+    damage = next((error for error in (reason, reason.__cause__) if isinstance(error, FormatError)), None)
+    kind = NotFoundError if damage is None else type(damage)
+    return kind(f"version {target.version} cannot be rebuilt: {reason.message}; choose another version")
 
 
-def _stays(run: RunReader, record: Retention, key: str, objects: list[ObjectRef]) -> bool:
+def _check_stays(run: RunReader, record: Retention, key: str, objects: list[ObjectRef]) -> None:
+    """Raise NotFoundError or DigestError unless the objects of a document are stored, and stay."""
     version = version_of_key(key)
     if version is not None and record.is_gone(version):
-        return False
-    return all(in_parallel(lambda ref: has_object(run.bucket, ref), objects))
+        raise NotFoundError(f"{RETENTION_KEY} says that the objects of version {version} were removed, or will be")
+    for _ in in_parallel(lambda ref: check_stored_size(run.bucket, ref), objects):
+        pass
