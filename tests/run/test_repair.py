@@ -223,6 +223,20 @@ def test_the_newest_manifest_comes_from_a_mirror_before_any_head_names_it(whole:
     assert {**contents(whole), keys.HEAD_KEY: right[keys.HEAD_KEY]} == right
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_publisher_that_goes_on_meanwhile_keeps_its_head(whole: Whole, dry_run: bool) -> None:
+    """The check began after it had put the manifest of version 8, and before HEAD.json."""
+    before = whole.writer.manifests[7]
+    whole.bucket.put(keys.HEAD_KEY, Head(run=before.run, version=7, manifest=before.digest).to_bytes())
+
+    def publish(_: object) -> None:
+        if whole.head == 8:
+            whole.delta()
+
+    assert repair(whole.run, dry_run=dry_run, progress=publish).repaired == []
+    assert whole.run.read_head().version == 9
+
+
 def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
     whole.bucket.delete(side.merged_delta_key(4, 8))
     mirror = whole.bucket.copy()

@@ -217,13 +217,13 @@ def _record_gone(run: RunReader, versions: list[int], end: int) -> str:
 
 
 def _repair_head(run: RunReader, report: VerifyReport) -> str | None:
-    """Point HEAD.json at the newest good manifest, unless a publisher has done so meanwhile."""
+    """Point HEAD.json at the newest good manifest, unless a publisher has written it meanwhile."""
     if report.head < 0:
         return None
     head = make_head(run.manifest(report.head), run.keyring)
     with suppress(DataError):  # missing, damaged, or without a valid signature
         there = run.read_head()
-        if (there.version, there.manifest) == (head.version, head.manifest):
+        if there.version != report.pointed or (there.version, there.manifest) == (head.version, head.manifest):
             return None
     run.bucket.put(HEAD_KEY, head.to_bytes())
     return f"{HEAD_KEY}: points at version {report.head}, the newest good one"
