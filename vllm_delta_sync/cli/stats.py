@@ -52,15 +52,15 @@ def stats(options: argparse.Namespace) -> Report:
         with checking_history(run), ProgressBar("manifests") as bar:
             versions = version_stats(run, last, bar.update)
     newest = versions[-1]
-    published = newest.manifest.version + 1
+    published = newest.version + 1
     data = {
         "run": run.info.run,
         "url": run.bucket.url,
         "versions": [_row(version) for version in versions],
         "summary": {
             **asdict(summarize(versions)),
-            "first": versions[0].manifest.version,
-            "last": newest.manifest.version,
+            "first": versions[0].version,
+            "last": newest.version,
             "published_bytes": newest.published,
             "full_bytes": newest.full,
             "saved_share": newest.saved_share,
@@ -76,8 +76,7 @@ def stats(options: argparse.Namespace) -> Report:
 
 def _row(version: "VersionStats") -> dict[str, Any]:
     return {
-        **pick(version.manifest, "version step kind created_at codec compression changed total"),
-        **pick(version.manifest, "payload_bytes full_bytes"),
+        **pick(version, "version step kind created_at codec compression changed total payload_bytes full_bytes"),
         **pick(version, "seconds changed_share saved_share"),
         "published_bytes": version.published,
         "published_full_bytes": version.full,

@@ -93,13 +93,18 @@ class BucketAccount:
     unreadable: dict[str, str] = field(default_factory=dict)
 
 
-def read_history(run: RunReader, last: int | None = None, progress: Progress | None = None) -> Iterator[Manifest]:
+def read_history(
+    run: RunReader, last: int | None = None, progress: Progress | None = None, head: Manifest | None = None
+) -> Iterator[Manifest]:
     """Yield the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
+
+    Args:
+        head: the newest one; None means the run's head.
 
     Raises:
         As ``RunReader.log``.
     """
-    head = run.head()
+    head = run.head() if head is None else head
     count = head.version + 1 if last is None else min(last, head.version + 1)
     for done, manifest in enumerate(run.log(last, head), 1):
         yield manifest

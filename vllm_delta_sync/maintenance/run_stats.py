@@ -6,30 +6,40 @@ from datetime import datetime
 
 import numpy as np
 
-from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.maintenance.accounting import Progress, read_history
+from vllm_delta_sync.maintenance.accounting import Progress, full_bytes, read_history
 from vllm_delta_sync.run.run_reader import RunReader
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class VersionStats:
     """One version.
 
     Attributes:
+        version, step, kind, created_at, codec, compression, changed, total, payload_bytes, full_bytes: as in its
+            manifest, which takes much more memory.
         seconds: since the version before it, by the publisher's clock; None for version 0.
         published: payload bytes of the versions up to this one. full: bytes of full checkpoints of the same versions,
             without a version 0 that refers to a checkpoint elsewhere. Both count from the first version that was asked
             for.
     """
 
-    manifest: Manifest
+    version: int
+    step: int
+    kind: str
+    created_at: str
+    codec: str | None
+    compression: str | None
+    changed: int
+    total: int
+    payload_bytes: int
+    full_bytes: int
     seconds: float | None
     published: int
     full: int
 
     @property
     def changed_share(self) -> float:
-        return self.manifest.changed / self.manifest.total if self.manifest.total else 0.0
+        return self.changed / self.total if self.total else 0.0
 
     @property
     def saved_share(self) -> float | None:
@@ -75,35 +85,43 @@ def version_stats(run: RunReader, last: int | None = None, progress: Progress | 
     Raises:
         As ``RunReader.log``.
     """
-    # One more, for the time since the version before the first.
-    manifests = list(read_history(run, None if last is None else last + 1, progress))
+    head = run.head()
+    first = 0 if last is None else head.version - last + 1
     found: list[VersionStats] = []
     published = full = 0
-    for place, manifest in enumerate(manifests):
-        if last is not None and place < len(manifests) - last:
-            continue
-        published += manifest.payload_bytes
-        full += 0 if manifest.kind == "reference" else manifest.full_bytes
-        seconds = None if place == 0 else seconds_between(manifests[place - 1], manifest)
-        found.append(VersionStats(manifest, seconds, published, full))
+    before: str | None = None
+    # One more, for the time since the version before the first.
+    for manifest in read_history(run, None if last is None else last + 1, progress, head):
+        if manifest.version >= first:
+            published += manifest.payload_bytes
+            full += full_bytes([manifest])
+            found.append(
+                VersionStats(
+                    manifest.version, manifest.step, manifest.kind, manifest.created_at, manifest.codec,
+                    manifest.compression, manifest.changed, manifest.total, manifest.payload_bytes,
+                    manifest.full_bytes, None if before is None else seconds_between(before, manifest.created_at),
+                    published, full,
+                )
+            )  # fmt: skip
+        before = manifest.created_at
     return found
 
 
-def seconds_between(earlier: Manifest, later: Manifest) -> float | None:
-    """Return the time between two versions by the publisher's clock; None if a time does not exist, such as 25:00."""
+def seconds_between(earlier: str, later: str) -> float | None:
+    """Return the time between two timestamps; None if one does not exist, such as 25:00."""
     try:
-        return (datetime.fromisoformat(later.created_at) - datetime.fromisoformat(earlier.created_at)).total_seconds()
+        return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
     except ValueError:
         return None
 
 
 def summarize(versions: Sequence[VersionStats]) -> StatsSummary:
     """Summarize versions, at least one."""
-    deltas = [version for version in versions if version.manifest.kind == "delta"]
-    hours = (seconds_between(versions[0].manifest, versions[-1].manifest) or 0.0) / 3600
+    deltas = [version for version in versions if version.kind == "delta"]
+    hours = (seconds_between(versions[0].created_at, versions[-1].created_at) or 0.0) / 3600
     passed = hours > 0
     return StatsSummary(
-        Spread.of([version.manifest.payload_bytes for version in deltas]),
+        Spread.of([version.payload_bytes for version in deltas]),
         Spread.of([version.changed_share for version in deltas]),
         Spread.of([version.seconds for version in versions if version.seconds is not None]),
         hours,
