@@ -44,6 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer_side import Publisher, PublishResult
 from vllm_delta_sync import DeltaSyncError
+from vllm_delta_sync.urls import check_url
 
 CAPITALS = """
 Vienna Austria, Ottawa Canada, Santiago Chile, Beijing China, Havana Cuba, Copenhagen Denmark, Cairo Egypt, Helsinki
@@ -280,6 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.bucket, marker = options.bucket or str(options.out / "bucket"), options.out / ".delta-sync-real"
     if options.steps < 2:
         parser.error("--steps must be at least 2")
+    try:
+        check_url(options.bucket)  # not after OUT was emptied
+    except DeltaSyncError as error:
+        parser.error(str(error))
     if not (options.checkpoint / "config.json").exists():
         parser.error(f"{options.checkpoint} is not a checkpoint folder: it has no config.json")
     if options.out.exists() and not marker.exists():

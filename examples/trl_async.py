@@ -49,6 +49,7 @@ from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync import DeltaSyncError, open_run
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.urls import check_url
 
 SAMPLES, BATCH, MAX_ANSWER_TOKENS = 8, 128, 10  # answers to one word, and per optimizer step; tokens of an answer
 WARM_UP_TARGET, WARM_UP_STEPS = 0.28, 600
@@ -414,6 +415,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"argument --steps: {options.steps} is not a number of at least 1")
+    try:
+        if options.bucket:
+            check_url(options.bucket)  # not after OUT was emptied, and a server started
+    except DeltaSyncError as error:
+        parser.error(str(error))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
