@@ -260,6 +260,13 @@ def test_head_behind_is_noted(whole: Whole) -> None:
     assert "is missing" in verify_run(whole.run).notes[0]
 
 
+def test_head_before_a_damaged_manifest_is_not_said_to_be_behind(whole: Whole) -> None:
+    whole.bucket.put(keys.version_key(16), b"{")
+    report = all_of(whole)
+    assert (report.pointed, report.head) == (16, 15)
+    assert not any("HEAD.json" in note for note in report.notes)
+
+
 def test_all_problems_are_listed_and_what_they_make_unreadable(whole: Whole) -> None:
     for version in (2, 13):
         whole.flip(whole.object_of(version))

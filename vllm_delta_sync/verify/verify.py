@@ -91,9 +91,10 @@ def _examine(
             "the changes themselves were not"
         )
     report.notes += _signature_notes(documents, report)
-    if not any(finding.key == "HEAD.json" for finding in found.items) and documents.pointed != report.head:
-        behind = "is missing" if documents.pointed is None else f"is behind: it names version {documents.pointed}"
-        report.notes.append(f"HEAD.json {behind}, the newest is {report.head}; readers still find the newest")
+    behind = documents.pointed is None or documents.pointed < report.head
+    if behind and not any(finding.key == "HEAD.json" for finding in found.items):
+        what = "is missing" if documents.pointed is None else f"is behind: it names version {documents.pointed}"
+        report.notes.append(f"HEAD.json {what}, the newest is {report.head}; readers still find the newest")
     return report, documents
 
 
