@@ -303,6 +303,22 @@ def test_a_process_ends_with_the_code_of_the_command(path: Path) -> None:
         assert (done.code, done.out, done.err.split(": ")[:2]) == (code, "", ["delta-sync", error])
 
 
+def test_interrupt_while_a_command_starts_is_130_and_silent() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'vllm_delta_sync.cli.stats':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from vllm_delta_sync.cli import main\n"
+        "print('started')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_interrupt_is_130_and_silent() -> None:
     code = (
         "import os, signal, sys, time\n"

@@ -3,6 +3,9 @@
 ``main`` is the entry point: it parses, runs one command, prints its ``Report`` and returns the exit code.
 """
 
-from vllm_delta_sync.cli.main import CLOSED_PIPE, INTERRUPTED, build_parser, main, run
+try:
+    from vllm_delta_sync.cli.main import CLOSED_PIPE, INTERRUPTED, build_parser, main, run
+except KeyboardInterrupt:  # importing takes the better part of a second
+    raise SystemExit(130) from None
 
 __all__ = ["CLOSED_PIPE", "INTERRUPTED", "build_parser", "main", "run"]
