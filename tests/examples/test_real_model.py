@@ -48,7 +48,8 @@ def test_a_checkpoint_with_one_other_bit_is_not_the_run(tmp_path: Path, one_thre
 
 def test_a_wrong_url_is_refused_before_anything_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".delta-sync-real").touch()
-    command = [sys.executable, EXAMPLES / "real_model.py", tmp_path, "--out", tmp_path, "--bucket", "ftp://x"]
+    command: list[str | Path] = [sys.executable, EXAMPLES / "real_model.py", tmp_path]
+    command += ["--out", tmp_path, "--bucket", "ftp://x"]
     (tmp_path / "config.json").write_text("{}")
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, (tmp_path / "config.json").exists()) == (2, True), done.stderr
