@@ -24,7 +24,7 @@ from vllm_delta_sync.engine.compat.features import check_layout
 from vllm_delta_sync.engine.compat.version_labels import plain_label
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.errors import DeltaSyncError, EngineError
+from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
 from vllm_delta_sync.settings import Settings
 
 ENGINES, RANKS = 2, 2
@@ -103,10 +103,31 @@ def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
     site.receiver.advance()
     site.world.train(1)
     site.cores[engine].sleeping_tags = {"weights", "kv_cache"}
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(BusyError, match="asleep"):
         site.receiver.advance()
     assert not any(line.startswith("delta_sync_pause ") for core in site.cores for line in core.log)
     site.cores[engine].sleeping_tags = {"kv_cache"}
+    site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+def test_engine_that_falls_asleep_right_before_a_pause_is_no_failed_engine(site: Site, engine: int) -> None:
+    site.receiver.advance()
+    site.world.train(1)
+    core = site.cores[engine]
+
+    def fall_asleep(utility: str, method: str) -> None:
+        if utility == "delta_sync_pause":
+            core.sleeping_tags.add("weights")
+
+    core.hook = fall_asleep
+    with pytest.raises(BusyError, match="asleep"):
+        site.receiver.advance()
+    site.expect(0)
+    core.hook = lambda utility, method: None
+    core.sleeping_tags.clear()
     site.receiver.advance()
     site.expect(1)
     site.expect_exact()

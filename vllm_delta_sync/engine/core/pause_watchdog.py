@@ -35,6 +35,8 @@ STEP_TIMEOUT_S = 300
 """vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, for a release that has no such variable."""
 RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
+NOT_PAUSED = -1
+"""``PauseWatchdog.pause`` returns it where an error would do, because vLLM logs errors with a traceback."""
 STUCK_SECONDS = 60.0
 """How long the engine's loop may be busy after a deadline before it counts as hung."""
 
@@ -83,10 +85,11 @@ class PauseWatchdog:
             adapter: whose weights are to be changed, encoded; empty for the model's own.
 
         Returns:
-            see ``WeightCaches.drop``: if it is not 0, no weights may be changed in this pause.
+            see ``WeightCaches.drop``: if it is not 0, no weights may be changed in this pause. NOT_PAUSED if the engine
+            sleeps, so its weights are not in memory.
 
         Raises:
-            RuntimeError: the engine sleeps, so its weights are not in memory; or a cache could not be dropped.
+            RuntimeError: a cache could not be dropped.
             EngineError: the setting came too late for this engine.
         """
         if self._active is not None:
@@ -94,7 +97,7 @@ class PauseWatchdog:
             return self._active.outcome
         engine = self._engine
         if self.sleeps():
-            raise RuntimeError("the engine sleeps and holds no weights to patch; wake it up first")
+            return NOT_PAUSED
         self._caches.use(prefix_cache)
         before = engine.scheduler.pause_state
         keeps = before.name == "PAUSED_ALL"

@@ -22,7 +22,9 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError, EngineStopped
 from vllm_delta_sync.engine.compat.version_labels import version_label
 from vllm_delta_sync.engine.core.engine_shutdown import ask_engines, watch_shutdown
+from vllm_delta_sync.engine.core.pause_watchdog import NOT_PAUSED
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model.weight_memory import ASLEEP
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
 from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError
 from vllm_delta_sync.settings import Settings
@@ -52,9 +54,15 @@ class HeldBlocksError(BusyError):
 
 
 def _try_while_held(pause: Callable[[], int], resume: Callable[[], Any]) -> None:
-    """Pause, and try again for a while if requests hold blocks. Raises HeldBlocksError; the pause must still end."""
+    """Pause, and try again for a while if requests hold blocks.
+
+    Raises:
+        HeldBlocksError: they still do. BusyError: the engine sleeps. After both, the pause must still end.
+    """
     for attempt in range(HELD_TRIES):
         held = pause()
+        if held == NOT_PAUSED:
+            raise BusyError(ASLEEP)
         if not held:
             return
         if attempt + 1 < HELD_TRIES:
@@ -120,7 +128,7 @@ class ServerEnginePort:
         Raises:
             DrainError: they took too long. The caller must still end the pause, by ``resume``.
             HeldBlocksError: caches cannot be dropped now; likewise.
-            BusyError: the engine is paused for another run's commit, which does not end.
+            BusyError: the engine sleeps; or it is paused for another run's commit, which does not end.
         """
         if self._stopping.is_set():
             # Requests in flight may still be finishing.
@@ -274,14 +282,12 @@ class ServerEnginePort:
         Symptom: every pause is 20 ms longer. Remove when: the sleep is gone.
 
         Returns:
-            number of requests of all engines that hold blocks which cannot be dropped now, see ``WeightCaches.drop``.
-
-        Raises:
-            EngineError: an engine sleeps; none was paused.
+            number of requests of all engines that hold blocks which cannot be dropped now, see ``WeightCaches.drop``;
+            NOT_PAUSED if an engine sleeps.
         """
         # If one engine refused, engines that run in step with it would wait for it.
         if len(self._engines) > 1 and any(await self._call_engines("delta_sync_sleeps")):
-            raise EngineError("the engine sleeps and holds no weights to patch; wake it up first (POST /wake_up)")
+            return NOT_PAUSED
         changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
         request = asyncio.ensure_future(
             self._call_engines("delta_sync_pause", self._pause_mode, self._prefix_cache, limit_s, *changed)
@@ -290,7 +296,8 @@ class ServerEnginePort:
             # Mode ``wait`` lasts until the slowest engine has finished its requests in flight, so renew meanwhile.
             while not (await asyncio.wait({request}, timeout=limit_s / 3))[0]:
                 await self._renew(limit_s)
-            return sum(await request)
+            held = await request
+            return NOT_PAUSED if NOT_PAUSED in held else sum(held)
         finally:
             request.cancel()
 
@@ -362,7 +369,8 @@ class OfflineEnginePort:
         """See EnginePort.
 
         Raises:
-            EngineError: requests are unfinished. HeldBlocksError: caches cannot be dropped now.
+            EngineError: requests are unfinished. HeldBlocksError: caches cannot be dropped now. BusyError: the engine
+                sleeps.
         """
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are unfinished; call sync.to() between two generate() calls")

@@ -15,6 +15,7 @@ from vllm_delta_sync.engine.commit.transaction import (
 from vllm_delta_sync.engine.compat.write_hooks import WAKE
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model.weight_memory import ASLEEP
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import State
@@ -160,7 +161,7 @@ class WeightUpdater:
         if asleep != self._board.asleep:
             self._board.set(asleep=asleep)
         if asleep:
-            raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
+            raise BusyError(ASLEEP)
         reasons = sorted({rank.external_writer for rank in ranks if rank.external_writer is not None})
         served = self._board.served
         if served is None:

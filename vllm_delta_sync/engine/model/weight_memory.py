@@ -27,6 +27,8 @@ from vllm_delta_sync.engine.model.accelerator import Accelerator
 from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
 
+ASLEEP = "the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)"
+
 
 class WriteListener(Protocol):
     """Holds versions in this memory, and learns of what else happens to it; see ``RankWorker``."""
@@ -124,4 +126,4 @@ class WeightMemory:
     def check_awake(self) -> None:
         """Raise BusyError while the engine is asleep."""
         if self.asleep:
-            raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
+            raise BusyError(ASLEEP)
