@@ -326,7 +326,7 @@ def test_clients_that_have_gone_wait_no_longer(served: Served, monkeypatch: pyte
     assert served.reached == [b"{}"] * 3
 
 
-def test_ready_follows_hold_and_loss(served: Served) -> None:
+def test_ready_follows_hold_loss_and_end(served: Served) -> None:
     assert served.get("ready").json() == {"ready": True, "reasons": [], "served": 0, "head": 0, "lag": 0}
     served.tell("hold")
     held = served.get("ready")
@@ -335,6 +335,11 @@ def test_ready_follows_hold_and_loss(served: Served) -> None:
     served.tell("release")
     assert served.get("ready").status_code == 200
     board = served.site.service.receiver.board
+    board.has_ended = lambda: True
+    ending = served.get("ready")
+    assert ending.status_code == 503
+    assert ending.json()["reasons"] == ["this server is ending; ask another server"]
+    board.has_ended = lambda: False
     board.enter("lost", error={"kind": "weights_lost", "message": "gone"})
     lost = served.get("ready")
     assert lost.status_code == 503

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from vllm_delta_sync.engine.api.api_servers import Serving
-from vllm_delta_sync.engine.observe.readiness import Answer, unreachable
+from vllm_delta_sync.engine.observe.readiness import ENDING, Answer, unreachable
 from vllm_delta_sync.errors import BusyError
 
 STEP_SECONDS = 0.01
@@ -91,7 +91,7 @@ class VersionWaiters:
 
     def _objection(self, version: int, status: Answer | None) -> str | None:
         if self._has_ended():
-            return f"version {version} is wanted, and this server is ending; ask another server"
+            return f"version {version} is wanted, and {ENDING}"
         return None if status is None else unreachable(status, version)
 
     def _status(self) -> Answer | None:

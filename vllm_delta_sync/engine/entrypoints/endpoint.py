@@ -67,20 +67,22 @@ class EndpointPlugin:
             turns = threading.RLock()
             reserve_names(models, names)
 
+        group, stopping = find_api_server_group(engine_client), watch_shutdown(engine_client)
+        state.delta_sync_has_ended = lambda: stopping.is_set() or engine_client.errored
+
         def follow(chosen: Settings, exports_metrics: bool = True) -> ReceiverService:
             adapter = None if chosen.lora_name is None else make_adapter(chosen.lora_name)
             port = ServerEnginePort(engine_client, loop, chosen, adapter, turns)
             service = ReceiverService(port, chosen, exports_metrics)
+            service.receiver.board.has_ended = state.delta_sync_has_ended
             if adapter is not None:
                 announce(models, adapter, service.receiver.board, loop)
             return service
 
-        group, stopping = find_api_server_group(engine_client), watch_shutdown(engine_client)
         controller = LeaderElection(lambda: follow(settings), group, stopping)
         state.delta_sync = controller
         state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
         state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}
-        state.delta_sync_has_ended = lambda: stopping.is_set() or engine_client.errored
         state.delta_sync_token = settings.admin_token()
         state.delta_sync_objects = SharedObjects(settings)
         state.delta_sync_min_version_seconds = settings.min_version_seconds

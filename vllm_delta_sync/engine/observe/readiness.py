@@ -6,18 +6,22 @@ Answer = dict[str, Any]
 """A JSON document: a status, or the answer to a request."""
 FINAL_STATES = ("lost", "refused")
 """States in which the server serves no version, and does not look for one."""
+ENDING = "this server is ending; ask another server"
 SYNC = "POST /delta_sync/sync"
 RELEASE = "POST /delta_sync/release to follow again"
 
 
-def readiness(status: Answer, max_lag: int | None, asleep: bool, repairable: bool = False) -> Answer:
+def readiness(
+    status: Answer, max_lag: int | None, asleep: bool, repairable: bool = False, ended: bool = False
+) -> Answer:
     """Return ``ready`` and, where it is False, ``reasons``: short texts with cause and remedy.
 
     Args:
         status: as in ``GET /delta_sync/status``. max_lag: the setting. asleep: whether the engine sleeps.
         repairable: whether weights were changed from outside, and the version before can be rebuilt.
+        ended: whether the engine has died or is being stopped.
     """
-    reasons = list(_reasons(status, max_lag, asleep, repairable))
+    reasons = [*_reasons(status, max_lag, asleep, repairable), *([ENDING] if ended else [])]
     return {"ready": not reasons, "reasons": reasons}
 
 

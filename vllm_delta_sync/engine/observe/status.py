@@ -45,6 +45,7 @@ class StatusBoard:
         listens: whether notices are set up. notice_heard_at: when the last one came, by the monotonic clock.
         polled_at: when the bucket was last read without an error, by the monotonic clock; None before.
         trust: gives the field ``trust``.
+        has_ended: returns whether the engine has died or is being stopped.
     """
 
     def __init__(self, policy: str, target: str = "head", max_lag: int | None = None) -> None:
@@ -77,6 +78,7 @@ class StatusBoard:
         self.notice_heard_at: float | None = None
         self.receiver: str | None = None
         self.trust: Callable[[], Answer | None] = lambda: None
+        self.has_ended: Callable[[], bool] = lambda: False
         self._watchers: list[Callable[[], None]] = []
 
     @property
@@ -189,7 +191,7 @@ class StatusBoard:
         }
 
     def _readiness(self, standing: Answer) -> Answer:
-        return readiness(standing, self._max_lag, self.asleep, self.repair_target is not None)
+        return readiness(standing, self._max_lag, self.asleep, self.repair_target is not None, self.has_ended())
 
     def _lag(self) -> int | None:
         if self.served is None or self.head is None:
