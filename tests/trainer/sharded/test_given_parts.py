@@ -16,6 +16,7 @@ from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Part, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import DeltaSyncError, GateError, TensorMismatchError, UsageError
+from vllm_delta_sync.format.limits import MAX_TENSOR_NAME_BYTES
 
 STEPS = 5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 300}
@@ -173,12 +174,13 @@ class Shards:
 
 def test_boxes_of_one_process_may_be_any_views_of_its_memory(tmp_path: Path) -> None:
     fused, wide, one = torch.randn(12, 6), torch.randn(8, 5), torch.tensor(3.0)
+    longest = "transposed".ljust(MAX_TENSOR_NAME_BYTES, "d")
     shards = Shards(
         Part("gate", (6, 6), (0, 0), fused[:6]),
         Part("up", (6, 6), (3, 0), fused[9:]),
         Part("up", (6, 6), (0, 0), fused[6:9]),
-        Part("transposed", (5, 8), (0, 0), wide.t()[:, :3]),
-        Part("transposed", (5, 8), (0, 3), wide.t()[:, 3:]),
+        Part(longest, (5, 8), (0, 0), wide.t()[:, :3]),
+        Part(longest, (5, 8), (0, 3), wide.t()[:, 3:]),
         Part("copy", (8, 5), (0, 0), wide),
         Part("copy", (8, 5), (0, 0), wide),
         Part("scalar", (), (), one),
@@ -187,7 +189,7 @@ def test_boxes_of_one_process_may_be_any_views_of_its_memory(tmp_path: Path) -> 
 
     def expected() -> Tensors:
         gate, up = fused.chunk(2)
-        named = {"gate": gate, "up": up, "transposed": wide.t(), "copy": wide, "scalar": one}
+        named = {"gate": gate, "up": up, longest: wide.t(), "copy": wide, "scalar": one}
         return snapshot({**named, "empty": torch.empty(0, 4)})
 
     url, seen = str(tmp_path / "run"), []
