@@ -22,7 +22,7 @@ from torch import distributed
 
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
-from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
+from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world, leave
 from trainer_side.result import METRICS, Deadline, PublishResult
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError
@@ -197,8 +197,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._before)
         self._installed = False
         group, self._group, self._vote = self._group, None, None
-        if group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(group)
+        leave(group)
 
 
 class TrainingPublisher:

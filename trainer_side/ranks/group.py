@@ -7,6 +7,7 @@ waits for. Documents are small. Only one question before each comparison (``redu
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,6 +47,13 @@ class LostRankError(PublishError):
 def in_world() -> bool:
     """Return whether this process is one of several of a ``torch.distributed`` world."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def leave(group: "distributed.ProcessGroup | None") -> None:
+    """Destroy a process group, unless ``destroy_process_group()`` has ended it with its world."""
+    if group is not None:
+        with suppress(ValueError):  # it is not one of the present world; there may be none
+            distributed.destroy_process_group(group)
 
 
 def rank_in_world() -> int:
@@ -270,8 +278,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Release sockets and threads; other ranks notice it if they still wait for this one."""
         group, self._group = self._group, None
-        if group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(group)
+        leave(group)
         # Its connections close when the last reference is dropped.
         self._broken = self._broken or "the publisher is closed"
 

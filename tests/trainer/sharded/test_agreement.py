@@ -19,6 +19,7 @@ from tests.support.publishers import FailAt, Hooked, Late, Trainer, flip, nothin
 from tests.trainer.sharded.models import Mixed, built, fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Publisher
+from trainer_side.integrations.training import StopSignal
 from trainer_side.ranks import group
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
@@ -440,6 +441,22 @@ def leaving(rank: int, size: int, folder: str) -> None:
         refused(lambda: Publisher(trained.model, trained.bucket), PublishError, "not all ranks have come together in 2")
 
 
+def world_made_anew(rank: int, size: int, folder: str) -> None:
+    """Training starts over in these processes before the publisher of the former world is closed."""
+    trained = Trained(rank, folder)
+    publisher, stop = Publisher(trained.model, trained.bucket), StopSignal()
+    trained.publish(publisher)
+    distributed.destroy_process_group()
+    store = distributed.FileStore(f"{folder}.store", size)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    publisher.close(finish=False)
+    stop.close()
+    trained.model = fsdp(built("mixed"))
+    with Publisher(trained.model, trained.bucket) as publisher:
+        trained.publish(publisher)
+    trained.check()
+
+
 @pytest.mark.parametrize("work", [of_calls, of_exact_calls, of_making])
 def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, folder=str(tmp_path / "run"))
@@ -448,6 +465,10 @@ def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_
 def test_calls_are_counted_alike(nursery: Nursery, tmp_path: Path) -> None:
     said = nursery.run(2, of_calls_that_are_not_due, folder=str(tmp_path / "run"))
     assert said == [[None, 1, None, 2], [1, None, 2]]
+
+
+def test_a_publisher_outlives_its_world(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, world_made_anew, folder=str(tmp_path / "run"))
 
 
 def test_a_rank_that_leaves_or_never_comes(nursery: Nursery, tmp_path: Path) -> None:
