@@ -298,10 +298,12 @@ class ProcessGroup:
         return LostRankError(reason)
 
     def _lost(self, rank: int, error: Exception) -> LostRankError:
+        # A timeout of gloo closes all connections of rank 0, so it cannot say which rank it waited for.
+        or_lost = "" if self.is_rank0 else "; or it has lost another rank, which its own error names"
         return self._break(
             f"rank {rank} did not answer rank {self.rank} (it has ended, closed its publisher, or did nothing for "
-            f"{self._seconds:.0f} s): {_reason(error)}. The newest version in the bucket is complete: start the job "
-            "again, which continues from it"
+            f"{self._seconds:.0f} s{or_lost}): {_reason(error)}. The newest version in the bucket is complete: start "
+            "the job again, which continues from it"
         )
 
     def _notify_lost(self, error: LostRankError) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import partial
@@ -457,6 +458,18 @@ def world_made_anew(rank: int, size: int, folder: str) -> None:
     trained.check()
 
 
+def one_is_late(rank: int, size: int, folder: str) -> None:
+    """One rank does not come to a call in time: rank 0 knows which, the others may not blame rank 0 for it."""
+    group.CALL_SECONDS = 3.0
+    trained = Trained(rank, folder)
+    publisher = Publisher(trained.model, trained.bucket)
+    if rank == 1:
+        time.sleep(2 * group.CALL_SECONDS)
+    found = "rank 1 did not answer rank 0" if rank == 0 else "or it has lost another rank, which its own error names"
+    refused(lambda: publisher.publish(1), PublishError, found)
+    refused(publisher.close, PublishError, found)
+
+
 @pytest.mark.parametrize("work", [of_calls, of_exact_calls, of_making])
 def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, folder=str(tmp_path / "run"))
@@ -465,6 +478,10 @@ def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_
 def test_calls_are_counted_alike(nursery: Nursery, tmp_path: Path) -> None:
     said = nursery.run(2, of_calls_that_are_not_due, folder=str(tmp_path / "run"))
     assert said == [[None, 1, None, 2], [1, None, 2]]
+
+
+def test_a_rank_that_is_late_is_named_where_it_is_known(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(3, one_is_late, folder=str(tmp_path / "run"))
 
 
 def test_a_publisher_outlives_its_world(nursery: Nursery, tmp_path: Path) -> None:
