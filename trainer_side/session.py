@@ -502,8 +502,9 @@ _ATTEMPTS = 3
 
 
 def _late(what: str, deadline: Deadline) -> PublishTimeoutError:
+    within = deadline if deadline.passed else "the timeout of another rank"
     return PublishTimeoutError(
-        f"{what} within {deadline}: the store has not answered yet; it goes on in the background, and the next call "
+        f"{what} within {within}: the store has not answered yet; it goes on in the background, and the next call "
         "says if it fails"
     )
 

@@ -30,6 +30,7 @@ from vllm_delta_sync.errors import (
     ModelError,
     NotFoundError,
     PublishError,
+    PublishTimeoutError,
     SettingsError,
     SignatureError,
     StoreError,
@@ -470,7 +471,22 @@ def one_is_late(rank: int, size: int, folder: str) -> None:
     refused(publisher.close, PublishError, found)
 
 
-@pytest.mark.parametrize("work", [of_calls, of_exact_calls, of_making])
+def of_timeouts(rank: int, size: int, folder: str) -> None:
+    """Rank 0 does not wait for its slow store, and the other would."""
+    trained, go_on = Trained(rank, folder), threading.Event()
+    with Publisher(trained.model, trained.bucket) as publisher:
+        if rank == 0:
+            trained.bucket.before = lambda key: held_up(go_on)
+        publisher.publish(1)
+        threading.Timer(2.0, go_on.set).start()
+        limit, found = (0.0, "within 0 s") if rank == 0 else (None, "within the timeout of another rank")
+        refused(lambda: publisher.publish(2, wait=True, timeout=limit), PublishTimeoutError, found)
+        publisher.flush()
+        trained.publish(publisher)
+    trained.check()
+
+
+@pytest.mark.parametrize("work", [of_calls, of_exact_calls, of_making, of_timeouts])
 def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, folder=str(tmp_path / "run"))
 
