@@ -1,8 +1,9 @@
 """``publish_gathered``: publish weights that a framework gathers on all ranks and yields as (name, tensor)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -10,16 +11,16 @@ from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from trainer_side.result import PublishResult
+from vllm_delta_sync.errors import UsageError
 
 __all__ = ["Pairs", "gathered_publisher", "publish_gathered"]
 
-_Result = TypeVar("_Result")
 Pairs = Iterable[tuple[str, torch.Tensor]]
 """(name in the checkpoint or of a parameter, whole tensor)."""
 
 
 _waiting: ProcessGroup | None = None
-"""The ranks that wait together for the publisher made last; None where only the one that publishes calls it."""
+"""The ranks that wait together for a publisher, or this process alone; None before the first publisher."""
 
 
 def gathered_publisher(
@@ -36,21 +37,33 @@ def gathered_publisher(
         leads: whether this rank publishes. Exactly one rank does.
         all_wait: all ranks of the world call this and ``publish_gathered``, and return from both together, however long
             the store takes: a rank that went ahead would reach its timeout in the next collective call of the training.
+            The same for all publishers of a process, since the other ranks have none that tells them apart.
         options: of ``Publisher``.
 
     Raises:
-        As ``StreamedWeights`` and ``Publisher``.
+        UsageError: ``all_wait`` is not that of an earlier one. Otherwise as ``StreamedWeights`` and ``Publisher``.
     """
     global _waiting
-    if _waiting is not None:
-        _waiting.close()
-    _waiting = ProcessGroup(WORK_SECONDS) if all_wait and in_world() else None
-    return _together("beginning", lambda: Publisher(StreamedWeights(base), bucket, base, **options) if leads else None)
+    former = _waiting
+    group = ProcessGroup(WORK_SECONDS, alone=not (all_wait and in_world()))
 
+    def make() -> Publisher | None:
+        if former is not None and former.alone != group.alone:
+            waited = "do not wait" if former.alone else "wait"
+            raise UsageError(
+                f"all_wait is {all_wait}, and the other ranks {waited} for an earlier publisher of this process: give "
+                "all of them the same, after init_process_group"
+            )
+        return Publisher(StreamedWeights(base), bucket, base, **options) if leads else None
 
-def _together(what: str, work: Callable[[], _Result]) -> _Result:
-    """Return what ``work`` returns, once it has returned on every rank that waits."""
-    return work() if _waiting is None else _waiting.on_every_rank(what, work)
+    with ExitStack() as undo:
+        undo.callback(group.close)
+        publisher = group.on_every_rank("beginning", make)
+        undo.pop_all()
+    if former is not None:
+        former.close()
+    _waiting = group
+    return publisher
 
 
 def publish_gathered(
@@ -79,4 +92,4 @@ def publish_gathered(
         publisher.flush()
         return result
 
-    return _together(f"step {step}", work)
+    return work() if _waiting is None else _waiting.on_every_rank(f"step {step}", work)

@@ -24,7 +24,7 @@ from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.errors import NotFoundError, UsageError
 
 GROUP_SECONDS = 4.0
 """The limit of the training's own collective calls."""
@@ -105,6 +105,28 @@ def gather(rank: int, size: int, folder: str) -> list[int | None]:
 @pytest.mark.slow
 def test_ranks_that_gather_for_one_wait_for_it(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(2, gather, group_seconds=GROUP_SECONDS, folder=str(tmp_path)) == [[1, 2], [None, None]]
+
+
+def gather_for_two(rank: int, size: int, folder: str, all_wait: bool) -> None:
+    """Of two publishers only one is made for ranks that wait; the first one goes on as it was made."""
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, Path(folder) / f"base{rank}")
+    first = None
+    if all_wait or rank == 0:
+        first = gathered_publisher(f"{folder}/first", base, leads=rank == 0, all_wait=all_wait)
+    with pytest.raises(UsageError, match=f"all_wait is {not all_wait}, and the other ranks .*wait for an earlier"):
+        gathered_publisher(f"{folder}/second", base, leads=rank == 0, all_wait=not all_wait)
+    if all_wait or rank == 0:
+        publish_gathered(first, 1, model.named_parameters())
+        assert open_run(f"{folder}/first").head().version == 1
+    if first is not None:
+        first.close()
+
+
+@pytest.mark.parametrize("all_wait", [True, False])
+def test_publishers_of_one_process_wait_alike(all_wait: bool, nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, gather_for_two, folder=str(tmp_path), all_wait=all_wait)
+    assert not (tmp_path / "second").exists()
 
 
 def transfer_weights(rank: int, size: int, folder: str) -> list[str]:
