@@ -426,7 +426,7 @@ class Publisher:
 
         Args:
             timeout: maximum seconds until the last weights are durable. Threads end after that, once the request to the
-                store that is under way has ended.
+                store that is under way has ended; where ranks publish together, that of every rank.
             finish: None means yes, unless an exception is being handled. Ranks that publish together close together,
                 and give the same.
 
