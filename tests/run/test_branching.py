@@ -11,6 +11,7 @@ from tests.support.answers import closed_port
 from tests.support.collecting import TABLE
 from tests.support.hub_buckets import ID
 from tests.support.hub_store import Hub
+from tests.support.marked import Marking
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from tests.support.store_faults import failing_put
@@ -87,6 +88,21 @@ def test_a_branch_is_the_version(source: Source, tmp_path: Path, version: int | 
     tag = run.tag(branch_tag(made.info.run))
     assert (tag.version, tag.branch) == (number, made.bucket.url)
     assert same(made, None, bits[number])
+
+
+def test_a_branch_begins_at_a_quarantined_version_only_where_it_is_named(tmp_path: Path) -> None:
+    """Its version 0 is quarantined no more, so servers would serve it."""
+    random = np.random.default_rng(6)
+    writer = Marking(open_bucket(str(tmp_path / "source")), TABLE)
+    for sign in "!.!!":
+        writer.mark(sign)
+        writer.anchor(random_bits(TABLE, random))
+        run = Run(writer.bucket)
+        if len(writer.bits) == 1:
+            with pytest.raises(NotFoundError, match="quarantined"):
+                branch(run, None, str(tmp_path / "none"))
+    assert same(branch(run, None, str(tmp_path / "newest")), None, writer.bits[1])
+    assert same(branch(run, 3, str(tmp_path / "named")), None, writer.bits[3])
 
 
 def test_a_branch_keeps_its_version(source: Source, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from vllm_delta_sync.cli.text import print_fields
     "branch",
     "start a new run at a version of this one",
     *SIGNED_RUN,
-    option("--version", type=version, metavar=VERSION, help="version to start at; default: the head"),
+    option("--version", type=version, metavar=VERSION, help="version to start at; default: the newest not quarantined"),
     option("--to", required=True, metavar="URL", help="URL of the new run"),
 )
 def branch(options: argparse.Namespace) -> Report:

@@ -10,7 +10,14 @@ from contextlib import ExitStack
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.base import confirm_created, has_content
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, FingerprintError, UsageError
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    FingerprintError,
+    NotFoundError,
+    UsageError,
+)
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
@@ -29,6 +36,7 @@ from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import summarize_changes
 from vllm_delta_sync.run.restore import check_step
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.trust.keyring import make_head
 
 logger = guarded_logger(__name__)
@@ -45,7 +53,7 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
     The new run, and the tag in ``run``, are signed with the keyring of ``run``.
 
     Args:
-        version: a number, ``tag:NAME``, or None for the head. url: of the new run.
+        version: a number, ``tag:NAME``, or None for the newest that is not quarantined. url: of the new run.
 
     Raises:
         UsageError: the URL is that of ``run``. ConflictError: the URL holds a run, or part of one.
@@ -67,7 +75,7 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     if bucket.url == run.bucket.url:
         raise UsageError(f"{bucket.url!r} is the run to branch from; choose another URL for the branch")
     _refuse_existing(bucket)
-    source = run.resolve(version)
+    source = _newest_sound(run) if version is None else run.resolve(version)
     info = RunInfo(
         run=secrets.token_hex(16),
         created_at=timestamp(),
@@ -92,6 +100,16 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     except DeltaSyncError as error:
         # Readers find version 0 without HEAD.json.
         logger.warning("the branch was created, but its %s was not written: %s", HEAD_KEY, error)
+
+
+def _newest_sound(run: Run) -> Manifest:
+    head = run.head()
+    newest = newest_to_serve(run, head, ServicePolicy())
+    if newest is None:
+        raise NotFoundError(
+            f"every version up to the head, {head.version}, is quarantined; name the version to start at"
+        )
+    return head if newest == head.version else run.manifest(newest)
 
 
 def _refuse_existing(bucket: Bucket) -> None:
