@@ -6,15 +6,16 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 
 from tests.e2e import warm
-from tests.e2e.servers import Server, complaints, delta_sync_serve, free_port, serving
+from tests.e2e.servers import PATIENCE_SECONDS, Server, complaints, delta_sync_serve, free_port, serving
 from tests.support.faults.inject import Faults
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
@@ -177,10 +178,13 @@ def expect_served(world: World, server: Server, version: int) -> None:
 @contextmanager
 def waiting(server: Server) -> Iterator[None]:
     """A client waits for a version; the server ends in here, and tells it to ask another one."""
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.get, "/delta_sync/wait", params={"version": 10**6, "timeout": 240})
+    with closing(HTTPConnection(urlsplit(server.url).netloc, timeout=PATIENCE_SECONDS)) as client:
+        client.request("GET", f"/delta_sync/wait?version={10**6}&timeout=240")
+        # The server has this request before it answers a later one. One that it had not read would get no answer.
+        server.status()
         yield
-        assert (asked.result().status_code, asked.result().json()["error"]["kind"]) == (409, "unreachable")
+        answer = client.getresponse()
+        assert (answer.status, json.load(answer)["error"]["kind"]) == (409, "unreachable")
 
 
 def kill(server: Server) -> None:
