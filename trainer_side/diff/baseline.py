@@ -21,6 +21,7 @@ from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.sources import check_fits, own_spec, target_names
 from vllm_delta_sync.errors import FingerprintError, FormatError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.limits import CORRUPT
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.bits import Bits
@@ -52,9 +53,10 @@ def new_run_tensors(
         specs = list(checkpoint.specs.values())
         remedy = f"give a base that has no such tensor in place of {str(checkpoint.path)!r}"
     try:
-        table = TensorTable(specs, blame="")
+        table = TensorTable(specs)
     except FormatError as error:
-        raise ModelError(f"no run can have this tensor: {error.message}; {remedy}") from error
+        reason = error.message.removesuffix(CORRUPT)
+        raise ModelError(f"no run can have this tensor: {reason}; {remedy}") from error
     live.unused = [name for name in live.excluded if not names[name]]
     if not len(table):
         raise ModelError("the model yields no tensor, and there is no base: nothing can be published")

@@ -77,8 +77,8 @@ def check_object_count(count: int, shard_bytes: int, total: int, most: int = MAX
 CORRUPT = "; the data is corrupt or hostile"
 
 
-def check_limit(field: str, value: int, limit: int, limit_name: str, blame: str = CORRUPT) -> int:
-    """Return ``value``; raise LimitError unless ``0 <= value <= limit``. Args: blame: ends the message."""
+def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:
+    """Return ``value``; raise LimitError unless ``0 <= value <= limit``; its message ends with CORRUPT."""
     if not 0 <= value <= limit:
-        raise LimitError(f"{field} is {shown(value)}, outside 0..{limit} ({limit_name}){blame}")
+        raise LimitError(f"{field} is {shown(value)}, outside 0..{limit} ({limit_name}){CORRUPT}")
     return value

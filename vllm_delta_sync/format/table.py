@@ -41,16 +41,19 @@ class TensorSpec:
 class TensorTable:
     """All tensors of a run, ascending by the UTF-8 bytes of their names. A tensor id is a position in this order.
 
+    Args:
+        checks: False for parts of tensors that were checked, which have longer names and may be more: only duplicates
+            are refused then.
+
     Raises:
         FormatError: a duplicate or malformed name, an unknown dtype.
-        LimitError: a count, name, shape or size above its limit; the message ends with ``blame``, and with None nothing
-            is checked but duplicates: parts of tensors that were checked have longer names, and may be more.
+        LimitError: a count, name, shape or size above its limit.
     """
 
-    def __init__(self, specs: Iterable[TensorSpec], blame: str | None = limits.CORRUPT) -> None:
+    def __init__(self, specs: Iterable[TensorSpec], checks: bool = True) -> None:
         rows = list(specs)
-        if blame is not None:
-            _check_specs(rows, blame)
+        if checks:
+            _check_specs(rows)
         self.specs = tuple(sorted(rows, key=lambda spec: spec.name.encode()))
         self._source: bytes | None = None
         self._index: dict[str, int] = {}
@@ -129,24 +132,22 @@ def _parse_row(row: object) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(shape))
 
 
-def _check_specs(rows: Sequence[TensorSpec], blame: str) -> None:
-    check_limit("tensor table: number of tensors", len(rows), limits.MAX_TENSORS, "MAX_TENSORS", blame)
+def _check_specs(rows: Sequence[TensorSpec]) -> None:
+    check_limit("tensor table: number of tensors", len(rows), limits.MAX_TENSORS, "MAX_TENSORS")
     for spec in rows:
-        _check_spec(spec, blame)
+        _check_spec(spec)
     full_bytes = sum(spec.nbytes for spec in rows)
-    check_limit("tensor table: bytes in all", full_bytes, limits.MAX_MODEL_BYTES, "MAX_MODEL_BYTES", blame)
+    check_limit("tensor table: bytes in all", full_bytes, limits.MAX_MODEL_BYTES, "MAX_MODEL_BYTES")
 
 
-def _check_spec(spec: TensorSpec, blame: str) -> None:
+def _check_spec(spec: TensorSpec) -> None:
     shown = spec.name[:80]
     if not spec.name or spec.name.startswith("@") or spec.name == "__metadata__" or not spec.name.isprintable():
         raise FormatError(f"tensor name {shown!r} is empty, reserved, starts with '@' or is not printable")
     name_bytes = len(spec.name.encode())
-    check_limit(
-        f"tensor name {shown!r}: bytes", name_bytes, limits.MAX_TENSOR_NAME_BYTES, "MAX_TENSOR_NAME_BYTES", blame
-    )
-    check_limit(f"{shown}: dimensions", len(spec.shape), limits.MAX_DIMENSIONS, "MAX_DIMENSIONS", blame)
+    check_limit(f"tensor name {shown!r}: bytes", name_bytes, limits.MAX_TENSOR_NAME_BYTES, "MAX_TENSOR_NAME_BYTES")
+    check_limit(f"{shown}: dimensions", len(spec.shape), limits.MAX_DIMENSIONS, "MAX_DIMENSIONS")
     for size in spec.shape:
-        check_limit(f"{shown}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS", blame)
-    check_limit(f"{shown}: elements", math.prod(spec.shape), limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS", blame)
+        check_limit(f"{shown}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
+    check_limit(f"{shown}: elements", math.prod(spec.shape), limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
     dtype_of(spec.dtype, f"tensor {shown}")

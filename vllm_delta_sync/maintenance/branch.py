@@ -15,7 +15,6 @@ from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     FingerprintError,
-    NotFoundError,
     UsageError,
 )
 from vllm_delta_sync.format.base_document import timestamp
@@ -30,13 +29,13 @@ from vllm_delta_sync.format.manifest import (
     RunInfo,
     version_key,
 )
+from vllm_delta_sync.maintenance.export import choose_version
 from vllm_delta_sync.maintenance.gc.record import lasting_plan
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import summarize_changes
 from vllm_delta_sync.run.restore import check_step
-from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.trust.keyring import make_head
 
 logger = guarded_logger(__name__)
@@ -75,7 +74,7 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     if bucket.url == run.bucket.url:
         raise UsageError(f"{bucket.url!r} is the run to branch from; choose another URL for the branch")
     _refuse_existing(bucket)
-    source = _newest_sound(run) if version is None else run.resolve(version)
+    source, _ = choose_version(run, version)
     info = RunInfo(
         run=secrets.token_hex(16),
         created_at=timestamp(),
@@ -100,16 +99,6 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     except DeltaSyncError as error:
         # Readers find version 0 without HEAD.json.
         logger.warning("the branch was created, but its %s was not written: %s", HEAD_KEY, error)
-
-
-def _newest_sound(run: Run) -> Manifest:
-    head = run.head()
-    newest = newest_to_serve(run, head, ServicePolicy())
-    if newest is None:
-        raise NotFoundError(
-            f"every version up to the head, {head.version}, is quarantined; name the version to start at"
-        )
-    return head if newest == head.version else run.manifest(newest)
 
 
 def _refuse_existing(bucket: Bucket) -> None:

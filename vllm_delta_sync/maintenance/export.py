@@ -193,7 +193,11 @@ def export(
 
 
 def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
-    """Return the version to export, and notes about it."""
+    """Return a version, by default the newest that servers serve, and notes about it.
+
+    Raises:
+        NotFoundError: no such version; or none is named, and all are quarantined.
+    """
     manifest = run.resolve(version)
     state = None
     if manifest.quarantine is not None:
@@ -204,8 +208,8 @@ def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
     newest = newest_to_serve(run, manifest, policy)
     if newest is None:
         raise NotFoundError(
-            f"every version of run {run.info.run} is quarantined, the newest ({manifest.version}) is {state}; name the "
-            "version to export (--version)"
+            f"every version of run {run.info.run} is quarantined, the newest ({manifest.version}) is {state}; name "
+            "one (--version)"
         )
     if newest == manifest.version:
         return manifest, [] if state is None else [f"version {manifest.version} is {state}"]

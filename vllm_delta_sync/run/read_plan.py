@@ -36,8 +36,8 @@ learning rate 1e-6 (``benchmarks.catchup``), 2, 4 and 8 write 3.0, 1.3 and 0.7 t
 reader reads 4, 6 and 13 objects, 9.6, 11.3 and 13.8 MB, on average."""
 
 MAX_PLANNED_VERSIONS = 4_000_000
-"""Maximum number of versions in a graph: each takes 0.7 kB of memory, and without trusted keys a forged manifest can
-claim any number."""
+"""Maximum number of versions in a graph, which is held in memory: without trusted keys, a forged manifest can claim any
+number."""
 
 
 class GapError(ChainError):

@@ -471,7 +471,7 @@ class Receiver:
         served = self._served_position()
         if served is None:
             unmatched = self._unmatched_run == self.run_id and not self.board.invalidated
-            return None if unmatched and self._updater.holds_baseline() else self._identify()
+            return None if unmatched and self._updater.still_holds_no_version() else self._identify()
         self._updater.check_external_writes(repairs=True)
         return served
 

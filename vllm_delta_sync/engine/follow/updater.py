@@ -183,8 +183,8 @@ class WeightUpdater:
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
         self._ranks.clear_external_writes([rank.external_writes for rank in ranks])
 
-    def holds_baseline(self) -> bool:
-        """Return whether the ranks hold no version of the run, and what they held when that was found out."""
+    def still_holds_no_version(self) -> bool:
+        """Return whether nothing has written the ranks' weights since they were found to be no version of the run."""
         ranks = self._ranks.describe()
         return all(rank.version is None and rank.external_writer is None and not rank.asleep for rank in ranks)
 
