@@ -2,6 +2,7 @@
 
 import re
 from datetime import UTC, datetime
+from functools import cached_property
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -83,10 +84,16 @@ class Document(DocumentPart):
         """Return the bytes that the document was parsed from, or else its canonical JSON."""
         return dump_canonical(self.model_dump(mode="json")) if self._raw is None else self._raw
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of ``to_bytes()``, hex."""
+        # Computed once: a search for a way through a long run asks for it many times.
         return sha256(self.to_bytes()).hexdigest()
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied.__dict__.pop("digest", None)  # ``model_copy`` changes fields afterwards
+        return copied
 
     def signed_bytes(self) -> bytes:
         """Return the bytes that a signature covers: the kind, and the canonical JSON without the signature."""
