@@ -134,7 +134,7 @@ def answer_logprobs(model: Any, prompts: Sequence[list[int]], answers: Sequence[
     """Log-prob of each token of the answers under the weights being trained, (n, longest) float32; 0 in the padding."""
     tokens = padded([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
     # Matrices in bfloat16, as the server computes, where the processor has instructions for them.
-    fast = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
+    fast = any(has for name, has in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
     with torch.autocast("cpu", torch.bfloat16, enabled=fast):
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         # The state before each token predicts it; only these go through the large output layer.
