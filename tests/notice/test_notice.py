@@ -4,8 +4,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +14,11 @@ import pytest
 import rfc8785
 import zmq
 
+from tests.notice.conftest import Ends
+from tests.support.answers import closed_port
 from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, Process, hear, hears_nothing, port_of, process, public
 from tests.support.proxy import TcpProxy
-from tests.support.running import eventually
+from tests.support.running import eventually, run_python
 from vllm_delta_sync.errors import NoticeError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber
 from vllm_delta_sync.notice.sockets import HEARTBEAT_TIMEOUT_MS, MAX_FRAME_BYTES
@@ -27,6 +27,7 @@ from vllm_delta_sync.notice.subscriber import MAX_DRAIN
 PATIENCE = 120.0
 POLL_MS = 120_000
 OTHER = "f" * 32
+REPEAT_SECONDS = 0.2
 
 
 def notice(version: int, run: str = RUN) -> Notice:
@@ -34,39 +35,33 @@ def notice(version: int, run: str = RUN) -> Notice:
 
 
 @pytest.fixture
-def publisher() -> Iterator[NoticePublisher]:
-    opened = NoticePublisher(LOOPBACK)
-    yield opened
-    opened.close()
+def publisher(ends: Ends) -> NoticePublisher:
+    return ends.publisher(LOOPBACK, repeat_seconds=REPEAT_SECONDS)
 
 
 @pytest.fixture
-def silent() -> Iterator[NoticePublisher]:
+def silent(ends: Ends) -> NoticePublisher:
     """Repeats nothing by the clock."""
-    opened = NoticePublisher(LOOPBACK, repeat_seconds=3600)
-    yield opened
-    opened.close()
+    return ends.publisher(LOOPBACK, repeat_seconds=3600)
 
 
 @pytest.fixture
-def subscriber(silent: NoticePublisher) -> Iterator[NoticeSubscriber]:
+def subscriber(ends: Ends, silent: NoticePublisher) -> NoticeSubscriber:
     """Has heard of version 0 of the silent one."""
-    opened = NoticeSubscriber(silent.address, RUN)
+    opened = ends.subscriber(silent.address, RUN)
     silent.send(notice(0))
     hear(opened, 0)
-    yield opened
-    opened.close()
+    return opened
 
 
 @pytest.fixture
-def proxied(publisher: NoticePublisher) -> Iterator[tuple[TcpProxy, NoticeSubscriber]]:
+def proxied(ends: Ends, publisher: NoticePublisher) -> Iterator[tuple[TcpProxy, NoticeSubscriber]]:
     """A subscriber behind a bad network, that has heard of version 1."""
     with TcpProxy(port_of(publisher.address)) as proxy:
-        subscriber = NoticeSubscriber(f"tcp://127.0.0.1:{proxy.port}", RUN)
+        subscriber = ends.subscriber(f"tcp://127.0.0.1:{proxy.port}", RUN)
         publisher.send(notice(1))
         hear(subscriber, 1)
         yield proxy, subscriber
-        subscriber.close()
 
 
 # What arrives
@@ -90,7 +85,7 @@ def test_bytes_on_the_wire(silent: NoticePublisher) -> None:
         assert peer.recv_multipart() == [RUN.encode(), b'{"manifest":"00ff","run":"%b","version":12}' % RUN.encode()]
 
 
-def test_other_runs_are_not_heard(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
+def test_other_runs_are_not_heard(ends: Ends, silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
     # A topic matches by its beginning in ZeroMQ.
     for run in (OTHER, RUN + "b"):
         silent.send(notice(3, run))
@@ -100,20 +95,18 @@ def test_other_runs_are_not_heard(silent: NoticePublisher, subscriber: NoticeSub
     # Each run has its last notice, which whoever comes late is told.
     silent.send(notice(2))
     for run, version in ((RUN, 2), (OTHER, 3), (RUN, 2)):
-        late = NoticeSubscriber(silent.address, run)
-        assert late.receive(PATIENCE) == notice(version, run)
-        late.close()
+        assert ends.subscriber(silent.address, run).receive(PATIENCE) == notice(version, run)
 
 
-def test_the_last_is_repeated_about_every_second(publisher: NoticePublisher) -> None:
-    subscriber = NoticeSubscriber(publisher.address, RUN)
+def test_the_last_is_repeated_about_every_second(ends: Ends) -> None:
+    publisher = ends.publisher(LOOPBACK)
+    subscriber = ends.subscriber(publisher.address, RUN)
     publisher.send(notice(7))
     hear(subscriber, 7)
     began = time.monotonic()
     for _ in range(3):
         assert subscriber.receive(PATIENCE) == notice(7)
     assert time.monotonic() - began > 1.5
-    subscriber.close()
 
 
 def test_any_thread_may_send(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
@@ -253,28 +246,20 @@ def test_a_flood_does_not_hold_a_receiver(raw: RawPublisher) -> None:
 # Addresses
 
 
-def test_either_end_may_come_first(silent: NoticePublisher) -> None:
-    address = silent.address
+def test_either_end_may_come_first(ends: Ends, silent: NoticePublisher) -> None:
     silent.close()
-    subscriber = NoticeSubscriber(address, RUN)
-    publisher = NoticePublisher(address)
-    publisher.send(notice(1))
+    subscriber = ends.subscriber(silent.address, RUN)
+    ends.publisher(silent.address).send(notice(1))
     hear(subscriber, 1)
-    for end in (publisher, subscriber):
-        end.close()
 
 
 @pytest.mark.parametrize("first", ["publisher", "subscriber"])
-def test_either_may_come_first_when_the_publisher_dials(first: str) -> None:
+def test_either_may_come_first_when_the_publisher_dials(ends: Ends, first: str) -> None:
     """Where the two meet is a plain XSUB/XPUB pair here."""
     with zmq.Context() as context, context.socket(zmq.XSUB) as sources:
         sources.linger = 0
-        port = sources.bind_to_random_port("tcp://127.0.0.1") if first == "subscriber" else None
-        if port is None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-        publisher = NoticePublisher(f"connect:tcp://127.0.0.1:{port}")
+        port = sources.bind_to_random_port("tcp://127.0.0.1") if first == "subscriber" else closed_port()
+        publisher = ends.publisher(f"connect:tcp://127.0.0.1:{port}")
         assert publisher.address == f"connect:tcp://127.0.0.1:{port}"
         publisher.send(notice(4))
         if first == "publisher":
@@ -282,15 +267,12 @@ def test_either_may_come_first_when_the_publisher_dials(first: str) -> None:
         sources.send(b"\x01")
         assert sources.poll(POLL_MS)
         assert sources.recv_multipart()[0] == RUN.encode()
-        publisher.close()
 
 
-def test_the_bound_address_is_reported(silent: NoticePublisher) -> None:
+def test_the_bound_address_is_reported(ends: Ends, silent: NoticePublisher) -> None:
     host, port = silent.address.removeprefix("tcp://").split(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
-    everywhere = NoticePublisher("tcp://*:*")
-    assert everywhere.address.startswith("tcp://0.0.0.0:")
-    everywhere.close()
+    assert ends.publisher("tcp://*:*").address.startswith("tcp://0.0.0.0:")
     with pytest.raises(
         NoticeError, match=f"'{silent.address}' is in use; stop the other process or give another"
     ) as caught:
@@ -360,16 +342,15 @@ for version in range(1000):
 @pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "with keys"])
 def test_an_interpreter_ends_though_nobody_closed_anything(tmp_path: Path, with_keys: bool) -> None:
     key = Keys(tmp_path).make("key")
-    command = [sys.executable, "-c", EXIT, LOOPBACK, *([str(key), str(public(key))] if with_keys else [])]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    keys = [str(key), str(public(key))] if with_keys else []
+    assert run_python("-c", EXIT, LOOPBACK, *keys, seconds=PATIENCE).stderr == ""
 
 
 # Processes that stand still, and networks that fail
 
 
-def test_a_stalled_subscriber_delays_nobody_and_ends_on_the_newest(publisher: NoticePublisher) -> None:
-    quick = NoticeSubscriber(publisher.address, RUN)
+def test_a_stalled_subscriber_delays_nobody_and_ends_on_the_newest(ends: Ends, publisher: NoticePublisher) -> None:
+    quick = ends.subscriber(publisher.address, RUN)
     with (
         process("tests.support.notices", "listen", publisher.address, RUN) as stalled,
         socket.create_connection(("127.0.0.1", port_of(publisher.address))),  # connected, and silent for ever
@@ -388,13 +369,12 @@ def test_a_stalled_subscriber_delays_nobody_and_ends_on_the_newest(publisher: No
         assert longest < HEARTBEAT_TIMEOUT_MS / 1000 / 2
         stalled.running.send_signal(signal.SIGCONT)
         expect_settled(stalled, "30001")
-    quick.close()
 
 
 def expect_settled(listener: Process, last: str) -> None:
     """That version is heard, and none after it for longer than two repetitions."""
     listener.hear(last)
-    time.sleep(2.5)
+    time.sleep(3 * REPEAT_SECONDS)
     listener.running.send_signal(signal.SIGTERM)
     listener.running.wait(PATIENCE)
     with pytest.raises(queue.Empty):
@@ -402,9 +382,9 @@ def expect_settled(listener: Process, last: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_publisher_that_stands_still_goes_on() -> None:
+def test_a_publisher_that_stands_still_goes_on(ends: Ends) -> None:
     with process("tests.support.notices", "announce", LOOPBACK, RUN) as announcer:
-        subscriber = NoticeSubscriber(announcer.line(), RUN)
+        subscriber = ends.subscriber(announcer.line(), RUN)
         announcer.write("1")
         hear(subscriber, 1)
         os.kill(announcer.running.pid, signal.SIGSTOP)
@@ -412,13 +392,12 @@ def test_a_publisher_that_stands_still_goes_on() -> None:
         hears_nothing(subscriber)
         os.kill(announcer.running.pid, signal.SIGCONT)
         hear(subscriber, 2)
-        subscriber.close()
 
 
-def test_a_publisher_that_was_killed_comes_back_on_the_same_port() -> None:
+def test_a_publisher_that_was_killed_comes_back_on_the_same_port(ends: Ends) -> None:
     with process("tests.support.notices", "announce", LOOPBACK, RUN) as announcer:
         address = announcer.line()
-        subscriber = NoticeSubscriber(address, RUN)
+        subscriber = ends.subscriber(address, RUN)
         announcer.write("1")
         hear(subscriber, 1)
         announcer.running.kill()
@@ -426,7 +405,6 @@ def test_a_publisher_that_was_killed_comes_back_on_the_same_port() -> None:
         with process("tests.support.notices", "announce", address, RUN) as again:
             again.write("2")
             hear(subscriber, 2)
-        subscriber.close()
 
 
 @pytest.mark.parametrize("how", ["stalled", pytest.param("throttled", marks=pytest.mark.slow)])
@@ -442,7 +420,7 @@ def test_a_slow_connection_ends_on_the_newest(
         publisher.send(notice(version))
         time.sleep(0.0 if how == "stalled" else 0.002)
     if how == "stalled":
-        assert subscriber.receive(1.5) is None
+        assert subscriber.receive(3 * REPEAT_SECONDS) is None
         proxy.resume()
     hear(subscriber, version)
     assert subscriber.receive(PATIENCE) == notice(version)

@@ -3,13 +3,13 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.auth
 
+from tests.notice.conftest import Ends
 from tests.support.exporting import file_size_limit
 from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, hear, hears_nothing, public
 from trainer_side import Publisher
@@ -17,37 +17,35 @@ from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.settings import load_settings
 
-SECONDS = 1.5
+SECONDS = 1.0
 
 
 class Site:
     """A publisher with a key and an allow-list of one, which has announced version 1."""
 
-    def __init__(self, root: Path) -> None:
-        self.keys = Keys(root)
+    def __init__(self, root: Path, ends: Ends) -> None:
+        self.keys, self.ends = Keys(root), ends
         self.trainer = self.keys.make("trainer")
         self.server = self.keys.make("server")
         self.allowed = self.keys.allow("allowed", self.server)
-        self.publisher = NoticePublisher(LOOPBACK, self.trainer, self.allowed)
-        self.publisher.send(Notice(RUN, 1, DIGEST))
-        self.opened: list[NoticeSubscriber] = []
+        self.publisher = self.publishing(1, self.trainer, self.allowed)
 
-    def subscriber(self, own: Path | None, server: Path | None) -> NoticeSubscriber:
+    def publishing(self, version: int, *keys: Path) -> NoticePublisher:
+        """A publisher with these keys, which has announced a version."""
+        publisher = self.ends.publisher(LOOPBACK, *keys)
+        publisher.send(Notice(RUN, version, DIGEST))
+        return publisher
+
+    def subscriber(
+        self, own: Path | None, server: Path | None, publisher: NoticePublisher | None = None
+    ) -> NoticeSubscriber:
         keys = curve.client_keys(own, None if server is None else public(server))
-        self.opened.append(NoticeSubscriber(self.publisher.address, RUN, keys))
-        return self.opened[-1]
-
-    def close(self) -> None:
-        for each in self.opened:
-            each.close()
-        self.publisher.close()
+        return self.ends.subscriber((publisher or self.publisher).address, RUN, keys)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    opened = Site(tmp_path)
-    yield opened
-    opened.close()
+def site(tmp_path: Path, ends: Ends) -> Site:
+    return Site(tmp_path, ends)
 
 
 @pytest.mark.parametrize("case", ["not on the list", "no key", "wrong server key"])
@@ -64,7 +62,7 @@ def test_others_hear_nothing_and_both_sides_say_so_once(
     with caplog.at_level(logging.WARNING):
         subscriber = site.subscriber(own, server)
         # Longer than some attempts to connect again.
-        assert subscriber.receive(3.5) is None
+        assert subscriber.receive(2.0) is None
     said = {
         name: [record.getMessage() for record in caplog.records if record.name.endswith(name)]
         for name in ("notice.publisher", "notice.subscriber")
@@ -78,14 +76,8 @@ def test_others_hear_nothing_and_both_sides_say_so_once(
 
 
 def test_a_client_with_a_key_at_a_publisher_without(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    plain = NoticePublisher(LOOPBACK)
-    plain.send(Notice(RUN, 9, DIGEST))
-    keys = curve.client_keys(site.server, public(site.trainer))
-    subscriber = NoticeSubscriber(plain.address, RUN, keys)
-    assert subscriber.receive(SECONDS) is None
+    assert site.subscriber(site.server, site.trainer, site.publishing(9)).receive(SECONDS) is None
     assert "one side has CURVE keys and the other has none" in caplog.text
-    subscriber.close()
-    plain.close()
 
 
 def test_the_list_counts_as_it_is_now(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,9 +108,7 @@ def test_pyzmqs_own_certificates_are_understood(site: Site, tmp_path: Path) -> N
     _, secret = zmq.auth.create_certificates(folder, "theirs")
     os.chmod(secret, 0o600)
     (site.allowed / "theirs.key").write_bytes((folder / "theirs.key").read_bytes())
-    subscriber = NoticeSubscriber(site.publisher.address, RUN, curve.client_keys(Path(secret), public(site.trainer)))
-    hear(subscriber, 1)
-    subscriber.close()
+    hear(site.subscriber(Path(secret), site.trainer), 1)
 
 
 def test_generated_keys(tmp_path: Path) -> None:
@@ -213,13 +203,9 @@ def test_half_of_the_keys_is_refused(site: Site, tmp_path: Path) -> None:
 
 def test_a_list_may_be_one_file_or_empty(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     for allowed, hears in ((public(site.server), True), (site.keys.allow("empty"), False)):
-        publisher = NoticePublisher(LOOPBACK, site.trainer, allowed)
-        publisher.send(Notice(RUN, 3, DIGEST))
-        subscriber = NoticeSubscriber(publisher.address, RUN, curve.client_keys(site.server, public(site.trainer)))
+        subscriber = site.subscriber(site.server, site.trainer, site.publishing(3, site.trainer, allowed))
         if hears:
             hear(subscriber, 3)
         else:
-            assert subscriber.receive(SECONDS) is None
-        subscriber.close()
-        publisher.close()
+            hears_nothing(subscriber, SECONDS)
     assert "has no public certificates" in caplog.text

@@ -8,10 +8,11 @@ import pytest
 import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.notice.conftest import Ends
 from tests.support.notices import DIGEST, LOOPBACK, RUN, hear
 from vllm_delta_sync.format.base_document import Signature
 from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
-from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber
+from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.messages import MAX_CHECKS, NoticeVerifier, encode, parse
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
@@ -72,11 +73,11 @@ def changed(frames: list[bytes], **values: object) -> list[bytes]:
     return [frames[0], dump_canonical({**load_canonical(frames[1], "notice"), **values})]
 
 
-def test_signed_once_and_repeated(site: Site, tmp_path: Path) -> None:
+def test_signed_once_and_repeated(ends: Ends, site: Site) -> None:
     signing = Counting(site.signing.trusted, Ed25519PrivateKey.generate())
     trusting = Counting([str(signing.public)])
-    publisher = NoticePublisher(LOOPBACK, keyring=signing, repeat_seconds=0.05)
-    subscriber = NoticeSubscriber(publisher.address, RUN, keyring=trusting)
+    publisher = ends.publisher(LOOPBACK, keyring=signing, repeat_seconds=0.05)
+    subscriber = ends.subscriber(publisher.address, RUN, keyring=trusting)
     for version in (1, 2):
         publisher.send(notice(version))
         hear(subscriber, version)
@@ -86,8 +87,6 @@ def test_signed_once_and_repeated(site: Site, tmp_path: Path) -> None:
     # Nor is what was believed looked into again.
     assert trusting.checked <= 4
     assert (subscriber.rejected, subscriber.malformed) == (0, 0)
-    subscriber.close()
-    publisher.close()
 
 
 def test_what_is_not_vouched_for_is_ignored_and_counted(site: Site) -> None:
@@ -138,14 +137,12 @@ def test_another_runs_signed_notice_is_no_news_of_this(site: Site) -> None:
     assert (site.subscriber.malformed, site.subscriber.rejected) == (1, 1)
 
 
-def test_without_trusted_keys_a_signature_is_no_matter(site: Site) -> None:
-    publisher = NoticePublisher(LOOPBACK, keyring=site.signing)
+def test_without_trusted_keys_a_signature_is_no_matter(ends: Ends, site: Site) -> None:
+    publisher = ends.publisher(LOOPBACK, keyring=site.signing)
     for keyring in (None, Keyring()):
-        subscriber = NoticeSubscriber(publisher.address, RUN, keyring=keyring)
+        subscriber = ends.subscriber(publisher.address, RUN, keyring=keyring)
         publisher.send(notice(3))
         hear(subscriber, 3)
-        subscriber.close()
-    publisher.close()
 
 
 def test_a_flood_of_forgeries_costs_few_checks(site: Site) -> None:

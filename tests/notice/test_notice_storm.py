@@ -111,7 +111,7 @@ def test_a_storm_costs_about_as_much_as_polling(site: Site) -> None:
     with Storm(site.tell) as storm:
         eventually(lambda: site.looks > 1)
         before, began = site.looks, time.monotonic()
-        time.sleep(3)
+        time.sleep(2)
         looks, seconds = site.looks - before, time.monotonic() - began
     assert storm.sent > 500
     assert looks <= 2 * seconds / POLL
