@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.answers import Answers, answering
 from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket.middleware import retry
 
 
 @pytest.fixture
@@ -13,6 +14,13 @@ def answers() -> Iterator[Answers]:
     """A web server of the test."""
     with answering() as server:
         yield server
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to no pauses between tries."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 1e-5)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 1e-4)
 
 
 @pytest.fixture
