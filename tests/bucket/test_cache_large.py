@@ -21,7 +21,7 @@ from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware import mirror
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
-from vllm_delta_sync.bucket.ranged import CONNECTIONS, PIECE_BYTES
+from vllm_delta_sync.bucket.ranged import CONNECTIONS
 from vllm_delta_sync.cache import ObjectCache, object_cache
 from vllm_delta_sync.cache.folder import STALE_SECONDS
 from vllm_delta_sync.errors import DigestError, NotFoundError, UnavailableError
@@ -87,6 +87,7 @@ class Logged(BucketMiddleware):
 
 def serve(pipe: Connection, folder: Path, limit: int, refs: list[ObjectRef], mapped: bool) -> None:
     """A rank of a server, which reads objects when it is told to."""
+    downloads.PIECE_BYTES, object_cache.RESUMED_BYTES = PIECE, SMALL
     cache, bucket = ObjectCache(folder / "cache", limit), Logged(folder / "store", folder / "log")
     pipe.send("ready")
     pipe.recv()
@@ -97,7 +98,7 @@ def serve(pipe: Connection, folder: Path, limit: int, refs: list[ObjectRef], map
 
 
 def test_two_servers_of_two_ranks_fetch_each_object_once(tmp_path: Path) -> None:
-    contents = [os.urandom(size) for size in (1000, 5 * PIECE_BYTES + 1, PIECE_BYTES, PIECE_BYTES - 1)]
+    contents = [os.urandom(size) for size in (1000, 5 * PIECE + 1, PIECE, PIECE - 1)]
     refs = [ref_of(data) for data in contents]
     for ref, data in zip(refs, contents, strict=True):
         LocalBucket(tmp_path / "store").put(ref.key, data)
@@ -125,7 +126,7 @@ def test_two_servers_of_two_ranks_fetch_each_object_once(tmp_path: Path) -> None
             process.join()
     asked = Counter((tmp_path / "log").read_text().splitlines())
     assert set(asked.values()) == {1}
-    starts = [f"{refs[1].key} {start}" for start in range(0, refs[1].bytes, PIECE_BYTES)]
+    starts = [f"{refs[1].key} {start}" for start in range(0, refs[1].bytes, PIECE)]
     assert asked.keys() >= set(starts)
     assert names(tmp_path / "cache") == {ref.sha256 for ref in refs}
 

@@ -97,30 +97,22 @@ def successor(waiting: Sequence[Rank]) -> tuple[Rank, list[Rank]]:
     return holder, [each for each in waiting if each is not holder]
 
 
-def test_a_killed_holder_is_succeeded_by_one_that_waits(tmp_path: Path) -> None:
+def test_a_holder_that_is_killed_or_fails_is_succeeded_by_one_that_waits(tmp_path: Path) -> None:
     directory, data = tmp_path / "cache", os.urandom(1000)
-    with ranks(3, directory, data) as members:
+    with ranks(4, directory, data) as members:
         holder, waiting = split(members)
         assert f"{ref_of(data).sha256}.part" in names(directory)
         assert holder.process.pid is not None
         os.kill(holder.process.pid, signal.SIGKILL)
-        second, rest = successor(waiting)
-        second.pipe.send("go")
-        assert [each.says() for each in [second, *rest]] == ["got"] * 2
+        second, waiting = successor(waiting)
+        second.pipe.send("fail")
+        assert second.says() == "told to fail", "which is its own failure alone"
+        third, rest = successor(waiting)
+        third.pipe.send("go")
+        assert [each.says() for each in [third, *rest]] == ["got"] * 2
         for each in waiting:
             each.process.join(SECONDS)
     assert names(directory) == {ref_of(data).sha256}
-
-
-def test_a_failed_fetch_is_the_fetcher_s_own(tmp_path: Path) -> None:
-    directory, data = tmp_path / "cache", os.urandom(1000)
-    with ranks(2, directory, data) as members:
-        holder, waiting = split(members)
-        holder.pipe.send("fail")
-        assert holder.says() == "told to fail"
-        second, _ = successor(waiting)
-        second.pipe.send("go")
-        assert second.says() == "got"
 
 
 def test_a_lock_whose_file_is_gone_is_none(tmp_path: Path) -> None:
