@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.support.running import interruptible
+from tests.support.running import interruptible, run_python
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.errors import StoreError
@@ -90,6 +88,6 @@ def test_an_interrupt_does_not_wait_for_a_store_that_hangs() -> None:
 
 
 def test_a_version_in_parts_goes_out_at_the_end_of_a_program_that_closes_nothing(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", UNCLOSED, tmp_path / "run"], check=True, timeout=600)
+    run_python("-c", UNCLOSED, str(tmp_path / "run"))
     head = open_run(str(tmp_path / "run")).head()
     assert (head.version, len(head.objects) > 1) == (1, True)

@@ -1,17 +1,15 @@
 """Buckets that are opened for a run are closed with it, and at once where there is no run."""
 
-import io
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.collecting import TABLE
+from tests.support.commands import delta_sync
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
-from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning.lineage import open_expected_run
@@ -140,10 +138,6 @@ def test_what_repair_takes_from_a_mirror_is_of_that_mirror(
         ("fleet list --bucket {url}", 0),
     ],
 )
-def test_a_command_closes_what_it_opened(
-    url: str, arguments: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        assert cli.run(arguments.format(url=url).split()) == code, (out.getvalue(), err.getvalue())
+def test_a_command_closes_what_it_opened(url: str, arguments: str, code: int) -> None:
+    done = delta_sync(*arguments.format(url=url).split())
+    assert done.code == code, done

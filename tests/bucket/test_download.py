@@ -37,7 +37,6 @@ class Counting(BucketMiddleware):
     def __init__(self, folder: Path) -> None:
         super().__init__(LocalBucket(folder))
         self.pieces: Counter[int] = Counter()
-        self.files = 0
         self.before: Callable[[int], object] = lambda piece: None
         self.most = self._now = 0
         self._lock = threading.Lock()

@@ -50,7 +50,7 @@ def test_a_url_that_names_no_bucket(url: str) -> None:
 
 
 def test_the_token_is_looked_up_for_each_request_and_never_shown(
-    hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("a", b"x")
     calls: list[Callable[[], object]] = [
@@ -126,7 +126,7 @@ def test_a_listing_of_many_pages_is_in_order_and_of_this_run(hub: Hub, bucket: H
     ]
 
 
-def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
+def test_bytes_are_told_as_they_move(bucket: HubBucket) -> None:
     data = os.urandom(3_000_000)
     calls: dict[Callable[[], object], int] = {
         lambda: bucket.put("a", data): len(data),
@@ -141,7 +141,7 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
         assert sum(counts) == expected
 
 
-def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: Path) -> None:
+def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket) -> None:
     def refuse(count: int) -> None:
         raise UnavailableError("given up meanwhile")
 
@@ -154,7 +154,7 @@ def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: P
     assert [info.key for info in bucket.list()] == ["a"]
 
 
-def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
+def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket) -> None:
     """Answers that no Hub gives."""
     opened().put("a", b"x")
     calls: list[Callable[[], object]] = [

@@ -16,13 +16,7 @@ from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, Source, allow_mirrors
 from vllm_delta_sync.bucket.verified import download_object, fetch_object
-from vllm_delta_sync.errors import (
-    AccessError,
-    ConflictError,
-    DigestError,
-    NotFoundError,
-    UnavailableError,
-)
+from vllm_delta_sync.errors import AccessError, ConflictError, DigestError, NotFoundError, UnavailableError
 from vllm_delta_sync.format.manifest import object_key
 
 PIECE = 1000
@@ -200,7 +194,7 @@ def test_a_mirror_that_failed_gets_one_try_a_minute(world: World, way: Callable[
     assert world.origin.read == before
 
 
-def test_documents_never_come_from_a_mirror(world: World, tmp_path: Path) -> None:
+def test_documents_never_come_from_a_mirror(world: World) -> None:
     keys = ["run.json", "HEAD.json", "versions/0000000001.json", "objects/x.safetensors", world.ref.key + ".sig"]
     keys += [f"a/{world.ref.key}", world.ref.key.upper().replace("OBJECTS", "objects")]
     for key in keys:
@@ -233,7 +227,7 @@ def test_what_is_written_goes_to_the_origin_alone(world: World) -> None:
     assert [info.key for info in world.origin.list()] == [key]
 
 
-def test_what_the_origin_does_not_have(world: World, tmp_path: Path) -> None:
+def test_what_the_origin_does_not_have(world: World) -> None:
     key = object_key("0" * 64)
     with pytest.raises(NotFoundError):
         world.bucket.get(key)

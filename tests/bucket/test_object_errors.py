@@ -39,7 +39,7 @@ def refusing(status: int, code: str = "") -> Callable[[Asked], Answer]:
     return lambda asked: Answer(status, body.encode())
 
 
-def calls(bucket: Bucket, folder: Path) -> dict[str, Callable[[], object]]:
+def calls(bucket: Bucket) -> dict[str, Callable[[], object]]:
     return {
         "get": lambda: bucket.get("a/key"),
         "get_range": lambda: bucket.get_range("a/key", 0, 5),
@@ -72,11 +72,9 @@ def calls(bucket: Bucket, folder: Path) -> dict[str, Callable[[], object]]:
         (507, "", StoreError, "free some space"),
     ],
 )
-def test_refusals(
-    status: int, code: str, expected: type[DeltaSyncError], remedy: str, answers: Answers, tmp_path: Path
-) -> None:
+def test_refusals(status: int, code: str, expected: type[DeltaSyncError], remedy: str, answers: Answers) -> None:
     answers.reply = refusing(status, code)
-    for name, call in calls(opened(URL, answers.url), tmp_path).items():
+    for name, call in calls(opened(URL, answers.url)).items():
         with pytest.raises(StoreError) as caught:
             call()
         message = caught.value.message
@@ -88,7 +86,6 @@ def test_refusals(
         assert SECRET not in message
         assert "\n" not in message
         assert len(message) < 500
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -113,10 +110,10 @@ def test_refusals_by_other_clouds(scheme: str, remedy: str, answers: Answers) ->
     assert condition in answers.asked[-1].headers.items()
 
 
-def test_a_failed_request_is_sent_once(answers: Answers, tmp_path: Path) -> None:
+def test_a_failed_request_is_sent_once(answers: Answers) -> None:
     bucket = opened(URL, answers.url)
     answers.reply = refusing(503)
-    for name, call in calls(bucket, tmp_path).items():
+    for name, call in calls(bucket).items():
         answers.asked.clear()
         with pytest.raises(UnavailableError):
             call()
@@ -173,17 +170,16 @@ def test_a_completion_whose_answer_was_lost_is_tried_again(answers: Answers, tmp
     assert len(done) == 2
 
 
-def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
+def test_nobody_there_and_nobody_answering() -> None:
     with silent() as nobody:
         for endpoint, cause in ((f"http://127.0.0.1:{closed_port()}", "no connection"), (nobody, "no answer in time")):
-            made = calls(opened(URL, endpoint, deadline=1), tmp_path)
+            made = calls(opened(URL, endpoint, deadline=1))
             for name in ("get", "create", "list"):
                 with pytest.raises(UnavailableError, match=cause):
                     made[name]()
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transfer_that_is_cut_fails_whole(answers: Answers, tmp_path: Path) -> None:
+def test_a_transfer_that_is_cut_fails_whole(answers: Answers) -> None:
     data = bytes(range(256)) * 20_000
     left = [1]
 
@@ -196,10 +192,7 @@ def test_a_transfer_that_is_cut_fails_whole(answers: Answers, tmp_path: Path) ->
 
     answers.reply = reply
     bucket = opened(URL, answers.url)
-    for call in (
-        lambda: bucket.get("key"),
-        lambda: bucket.get_range("key", 5, 1 << 20),
-    ):
+    for call in (lambda: bucket.get("key"), lambda: bucket.get_range("key", 5, 1 << 20)):
         left[0] = 1
         with pytest.raises(UnavailableError):
             call()
@@ -240,9 +233,7 @@ def test_what_a_store_repeats_of_a_request_is_in_no_traceback(url: str, action: 
     answers.reply = repeated
     bucket = opened(url, answers.url)
     with pytest.raises(StoreError) as caught:
-        {"get": lambda: bucket.get("a"), "put": lambda: bucket.put("a", b""), "list": lambda: list(bucket.list())}[
-            action
-        ]()
+        calls(bucket)[action]()
     text = "".join(traceback.format_exception(caught.value))
     assert "refused:" in text
     assert TOKEN not in text

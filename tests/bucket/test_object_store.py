@@ -1,8 +1,6 @@
 """Object stores beyond the contract: endpoints, parts, listings, clean-up."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from urllib.parse import unquote
@@ -11,13 +9,12 @@ import pytest
 
 from tests.support.answers import Answer, Answers, closed_port, in_pieces
 from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
+from tests.support.running import run_python
 from tests.support.stores import s3_server
 from vllm_delta_sync.bucket.base import observed_by
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, PART_BYTES
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError, UsageError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +51,7 @@ def test_without_the_library() -> None:
         "try: open_bucket('s3://bucket/run')\n"
         "except UsageError as error: print(error.message)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert "pip install" in done.stdout, done.stderr
+    assert "pip install" in run_python("-c", code).stdout
 
 
 def test_the_option_comes_before_the_environment(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.answers import closed_port
 from tests.support.samples import ref_of
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket, peer, ranged
@@ -272,7 +273,7 @@ def test_peer_that_lies_stalls_or_dies_is_left_out(
         check_given_up(site, read, Hostile(stack, respond), ref, data, caplog)
 
 
-def test_two_that_name_each_other_do_not_feed_each_other(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_name_each_other_do_not_feed_each_other(site: Site) -> None:
     """Each holds its cache's lock, and waits for the other; nothing arrives, so both soon ask the bucket."""
     ref, data = site.put(3 * PIECE)
     servers = [site.serve(f"server-{number}") for number in range(2)]
@@ -311,9 +312,7 @@ def test_peer_that_drips_costs_one_timeout(site: Site, part: str, caplog: pytest
 
 def test_absent_peer_and_one_without_the_object(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     ref, data = site.put(PIECE - 1)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    server = site.serve("mirror")
+    gone, server = f"http://127.0.0.1:{closed_port()}", site.serve("mirror")
     bucket, usage = site.reader(gone, server.url)
     assert cached(site, ref, bucket) == data
     assert usage.snapshot()["peer_bytes"] == len(data), "the next peer has it"
@@ -342,15 +341,8 @@ def test_only_holders_of_the_token_get_objects_and_nothing_else(site: Site) -> N
     assert ask(server, path, **good, Range=f"bytes=3-{PIECE}") == (206, data[3 : PIECE + 1])
     for bad in ("bytes=0-", "bytes=-5", "bytes=5-3", "bytes=0-1,3-4", f"bytes=0-{len(data)}", "bytes=0-" + "9" * 30):
         assert ask(server, path, **good, Range=bad)[0] == 400
-    for other in (
-        "/",
-        OBJECTS_PATH,
-        "/run.json",
-        path + "/",
-        path.upper(),
-        OBJECTS_PATH + "../run.json",
-        path + "?x=1",
-    ):
+    elsewhere = ("/", OBJECTS_PATH, "/run.json", path + "/", path.upper(), OBJECTS_PATH + "../run.json", path + "?x=1")
+    for other in elsewhere:
         assert ask(server, other, **good)[0] == 404
     identity = CacheFolder(site.folder / "mirror", 0).identity()
     assert ask(server, path, **good, **{CALLER_HEADER.replace("-", "_"): identity})[0] == 421

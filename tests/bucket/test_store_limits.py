@@ -1,6 +1,7 @@
 """Limits of what a store is asked for, and the counters of it."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,8 @@ def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
 
     counting = Counting(local)
     bucket = LimitedBucket(counting, StoreOptions(store_connections=3), StoreUsage())
-    threads = [threading.Thread(target=bucket.get, args=("key",)) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(bucket.get, ["key"] * 12)) == [b"x"] * 12
     assert (counting.most, counting.inside) == (3, 0)
 
 

@@ -1,18 +1,13 @@
 """Clients of stores in processes of their own: forks, ends, memory."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.hub_store import Hub
+from tests.support.running import run_python
 from tests.support.stores import STORES
-
-ROOT = Path(__file__).resolve().parents[2]
-PROCESS_SECONDS = 120
-
 
 USE = """
 import os, sys
@@ -28,13 +23,6 @@ def use(name):
     assert (folder / name).read_bytes() == bucket.get(name)
 use("first")
 """
-
-
-def run(hub: Hub, folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", USE + script, str(folder)],
-        cwd=ROOT, env={**os.environ, **hub.environment}, capture_output=True, text=True, timeout=PROCESS_SECONDS,
-    )  # fmt: skip
 
 
 def test_a_forked_process_uses_the_same_bucket(hub: Hub, tmp_path: Path) -> None:
@@ -58,8 +46,8 @@ stop.set()
 thread.join()
 use("parent")
 """
-    done = run(hub, tmp_path, script)
-    assert (done.returncode, done.stdout.strip()) == (0, "[7, 7]"), done.stderr
+    done = run_python("-c", USE + script, str(tmp_path), environment=hub.environment)
+    assert done.stdout == "[7, 7]\n"
 
 
 @pytest.mark.slow
@@ -75,8 +63,7 @@ download(bucket, "big", 64 << 24, folder / "copy")
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) // 1024)
 """
-    done = run(hub, tmp_path, script)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", USE + script, str(tmp_path), environment=hub.environment)
     assert int(done.stdout) < 600
     with source.open("rb") as first, (tmp_path / "copy").open("rb") as second:
         while block := first.read(1 << 24):
@@ -113,6 +100,5 @@ os.write(1, b"parent")
 )
 def test_is_told_at_once_and_does_no_harm_to_the_other_one(before: str, size: int, said: str, tmp_path: Path) -> None:
     with STORES["s3"](tmp_path) as store:
-        command = [sys.executable, "-c", PROGRAM, store.url, before, str(size)]
-        done = subprocess.run(command, env=os.environ | store.environment, capture_output=True, text=True, timeout=400)
-    assert (done.stdout, done.returncode) == (said, 0), done.stderr
+        done = run_python("-c", PROGRAM, store.url, before, str(size), environment=store.environment)
+    assert done.stdout == said

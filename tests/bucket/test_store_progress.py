@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -74,7 +73,7 @@ def halfway(local: Bucket, mode: Mode, call: str = "get", key: str = KEY) -> Ite
 
 @pytest.mark.parametrize("mode", ["auto", "bar", "log", "off"])
 def test_fast_transfers_are_silent_and_cost_no_request(
-    local: Bucket, tmp_path: Path, lines: Lines, capfd: pytest.CaptureFixture[str], mode: Mode
+    local: Bucket, lines: Lines, capfd: pytest.CaptureFixture[str], mode: Mode
 ) -> None:
     gated = GatedBucket(local)
     with ProgressBucket(gated, mode) as bucket:

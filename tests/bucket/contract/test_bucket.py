@@ -79,7 +79,7 @@ def test_good_keys(bucket: Bucket) -> None:
         bucket.delete(key)
 
 
-def test_bad_keys_are_refused_by_every_method(bucket: Bucket, tmp_path: Path) -> None:
+def test_bad_keys_are_refused_by_every_method(bucket: Bucket) -> None:
     for key in BAD_KEYS:
         for call in (
             lambda key=key: bucket.put(key, b"x"),
@@ -105,7 +105,7 @@ def test_create_if_absent_leaves_the_first(bucket: Bucket) -> None:
     assert bucket.get("key") == b"first"
 
 
-def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
+def test_what_is_not_there(bucket: Bucket) -> None:
     bucket.put("folder/key", b"x")
     for key in ("key", "folder", "folder/other", "folder/key/below", "nowhere/key"):
         with pytest.raises(NotFoundError, match=key):

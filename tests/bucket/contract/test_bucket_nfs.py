@@ -57,7 +57,7 @@ def lost_reply(error: type[OSError]) -> Callable[[int, Callable[[], object]], ob
 
 @pytest.mark.parametrize(("name", "at"), [("open", 1), ("open", 2), ("open", 3), ("stat", 1), ("fstat", 1)])
 def test_a_forgotten_handle_is_looked_up_again(
-    name: str, at: int, local: LocalBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, at: int, local: LocalBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local.put("a/b/key", b"what is there")
     for read in (lambda: local.get("a/b/key"), lambda: local.get_range("a/b/key", 0, 99)):
@@ -72,7 +72,7 @@ def test_a_forgotten_handle_is_looked_up_again(
 
 
 def test_an_object_replaced_while_it_is_read_is_read_from_the_beginning(
-    local: LocalBucket, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: LocalBucket, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local.put("key", b"old " * 3_000_000)
     taken: list[int] = []
