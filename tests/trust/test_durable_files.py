@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -242,16 +243,13 @@ def test_a_process_waits_for_the_lock_of_another(file: StateFile) -> None:
 def test_threads_exclude_each_other(file: StateFile) -> None:
     file.write(b"0")
 
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(10):
             with StateFile(file.path, 100).locked():
                 file.write(str(int(file.read()) + 1).encode())
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(count, range(4)))
     assert file.read() == b"40"
 
 

@@ -14,17 +14,7 @@ from safetensors.torch import save_file
 
 from tests.support.forge import FORGERIES, forge
 from tests.support.publishers import FailAt, Hooked, Trainer, small_trainer
-from tests.support.signed import (
-    KINDS,
-    Keys,
-    assert_all_signed,
-    head_of,
-    publish,
-    refuse,
-    sign_file,
-    stored,
-    unsign,
-)
+from tests.support.signed import KINDS, Keys, assert_all_signed, head_of, publish, refuse, sign_file, stored, unsign
 from tests.support.written import find_steps as way
 from trainer_side import Publisher
 from trainer_side.maintenance import HEAD_THREAD_NAME, THREAD_NAME
@@ -40,13 +30,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format.base_document import Document
-from vllm_delta_sync.format.documents import (
-    CLAIMS_PREFIX,
-    Anchor,
-    MergedDelta,
-    anchor_key,
-    merged_delta_key,
-)
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Anchor, MergedDelta, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.branch import branch

@@ -1,11 +1,15 @@
 """Signatures of documents, whose signatures count, key files, and the file of what was seen before: nothing but what is
 signed is believed, and not as another kind."""
 
+import functools
 import json
+import operator
 import os
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.collecting import MemoryBucket
-from tests.support.signers import (
-    INFO,
-    NEXT,
-    ROOT,
-    RUN,
-    STRANGER,
-    TIME,
-    TRAINER,
-    by,
-    manifest,
-    public,
-    ring,
-)
+from tests.support.signers import INFO, NEXT, ROOT, RUN, STRANGER, TIME, TRAINER, by, manifest, public, ring
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -50,15 +42,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.base_document import Document, Signature
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.documents import (
-    Anchor,
-    Claim,
-    Collection,
-    Heartbeat,
-    MergedDelta,
-    Retention,
-    Tag,
-)
+from vllm_delta_sync.format.documents import Anchor, Claim, Collection, Heartbeat, MergedDelta, Retention, Tag
 from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, version_key
 from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.trust import Keyring
@@ -107,18 +91,6 @@ def _leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found + [leaf for key, part in parts for leaf in _leaves(part, (*place, key))]
 
 
-def _put(value: Any, place: tuple[Any, ...], new: Any) -> None:
-    for key in place[:-1]:
-        value = value[key]
-    if new is _GONE:
-        del value[place[-1]]
-    else:
-        value[place[-1]] = new
-
-
-_GONE = object()
-
-
 _RICH = manifest(
     9,
     manifest(8),
@@ -130,60 +102,31 @@ _RICH = manifest(
     epoch=2,
     quarantine={"reasons": ["a", "b"], "sound": 7},
 )
-
-
 _RICH_SIGNED = by(TRAINER, _RICH)
 
 
-def _refused(document: dict[str, Any], kind: type[Document]) -> None:
-    """It is no document any more, or nobody has signed it."""
-    keys = ring(None, TRAINER)
-    try:
-        found = kind.from_bytes(dump_canonical(document))
-    except (FormatError, UnsupportedError):
-        return
-    with pytest.raises(SignatureError):
-        keys.check(found, "it")
+def test_every_byte_of_a_signed_manifest_counts() -> None:
+    data = _RICH_SIGNED.to_bytes()
+    for place in range(len(data)):
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        with pytest.raises(DeltaSyncError):
+            ring(None, TRAINER).check(Manifest.from_bytes(changed), "it")
 
 
-def _flipped(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [value + 1, max(0, value - 1)]
-    if isinstance(value, str):
-        last = "1" if value[-1:] == "0" else "0"
-        return [value[:-1] + last, value + "0"]
-    if isinstance(value, list):
-        return [[], [*value, *value[:1]]]
-    return [{}]
-
-
-@pytest.mark.parametrize(
-    "place", _leaves(json.loads(_RICH_SIGNED.to_bytes())), ids=lambda place: ".".join(map(str, place))
-)
-def test_every_field_of_a_signed_manifest_counts(place: tuple[Any, ...]) -> None:
+def test_nothing_can_be_taken_out_of_a_signed_manifest() -> None:
+    """It is no manifest any more, or nobody has signed it."""
     original = json.loads(_RICH_SIGNED.to_bytes())
-    part = original
-    for key in place:
-        part = part[key]
-    tried = 0
-    for new in (*_flipped(part), None, _GONE):
-        changed = json.loads(_RICH_SIGNED.to_bytes())
-        _put(changed, place, new)
-        if changed == original:
-            continue
-        tried += 1
-        _refused(changed, Manifest)
-    assert tried
-
-
-@given(st.integers(0, len(_RICH_SIGNED.to_bytes()) - 1), st.integers(1, 255))
-def test_changed_bytes_are_refused(place: int, flip: int) -> None:
-    data = bytearray(_RICH_SIGNED.to_bytes())
-    data[place] ^= flip
-    with pytest.raises(DeltaSyncError):
-        ring(None, TRAINER).check(Manifest.from_bytes(bytes(data)), "it")
+    for place in _leaves(original):
+        for gone in (True, False):
+            changed = json.loads(_RICH_SIGNED.to_bytes())
+            owner = functools.reduce(operator.getitem, place[:-1], changed)
+            if gone:
+                del owner[place[-1]]
+            else:
+                owner[place[-1]] = None
+            if changed != original:
+                with pytest.raises((FormatError, UnsupportedError, SignatureError)):
+                    ring(None, TRAINER).check(Manifest.from_bytes(dump_canonical(changed)), "it")
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
@@ -260,8 +203,6 @@ def test_head_of_a_version() -> None:
     assert (plain.created_at, plain.expires_at, plain.signature) == (None, None, None)
     signed = make_head(newest, ring(TRAINER, TRAINER), 60)
     ring(None, TRAINER).check(signed, "HEAD.json")
-    from datetime import datetime, timedelta
-
     begins, ends = (datetime.fromisoformat(time or "") for time in (signed.created_at, signed.expires_at))
     assert ends - begins == timedelta(seconds=60)
 
@@ -315,20 +256,14 @@ def test_ancestors_of_threads_at_once() -> None:
     manifests = history(30)
     for _ in range(5):
         ancestors = Ancestors(lambda version: manifests[version].to_bytes())
-        wrong: list[int] = []
         barrier = threading.Barrier(8)
 
-        def find(version: int) -> None:
+        def find(version: int) -> str:
             barrier.wait(120)  # noqa: B023
-            if ancestors.digest(29, manifests[29].digest, version) != manifests[version].digest:  # noqa: B023
-                wrong.append(version)  # noqa: B023
+            return ancestors.digest(29, manifests[29].digest, version)  # noqa: B023
 
-        threads = [threading.Thread(target=find, args=(version,)) for version in range(0, 16, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert wrong == []
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(find, range(0, 16, 2))) == [one.digest for one in manifests[:16:2]]
 
 
 def test_ancestors_that_were_replaced_or_are_missing() -> None:
@@ -447,21 +382,13 @@ def test_keyring_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert Keyring.load(f"{tmp_path / 'a.pub'} , {tmp_path / 'b.pub'},").trusted == {first, second}
     assert Keyring.load([tmp_path / "a.pub", str(tmp_path / "b.pub")]).trusted == {first, second}
     alone = Keyring.load(None, tmp_path / "a")
-    assert (set(alone.trusted), alone.public, alone.has_signing_key, alone.checks_signatures) == (
-        {first},
-        first,
-        True,
-        True,
-    )
+    assert (set(alone.trusted), alone.public) == ({first}, first)
+    assert (alone.has_signing_key, alone.checks_signatures) == (True, True)
     apart = Keyring.load(str(tmp_path / "b.pub"), str(tmp_path / "a"))
     assert (set(apart.trusted), apart.public) == ({second}, first)
     none = Keyring.load()
-    assert (none.trusted, none.public, none.has_signing_key, none.checks_signatures) == (
-        frozenset(),
-        None,
-        False,
-        False,
-    )
+    assert (none.trusted, none.public) == (frozenset(), None)
+    assert (none.has_signing_key, none.checks_signatures) == (False, False)
     empties: list[str | list[str]] = ["", " , ", []]
     for empty in empties:
         with pytest.raises(SettingsError, match="names no file"):
@@ -511,11 +438,8 @@ def test_mark_of_a_key_that_is_not_trusted_any_more_counts_as_none(tmp_path: Pat
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
 def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen: list[int]) -> None:
     file = LastSeenStore(tmp_path_factory.mktemp("marks"), "x", TRUSTED)
-    threads = [threading.Thread(target=file.advance_to, args=(mark(version),)) for version in seen]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with ThreadPoolExecutor(len(seen)) as pool:
+        list(pool.map(file.advance_to, map(mark, seen)))
     assert file.load() == mark(max(seen))
 
 
