@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import reference
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
-from vllm_delta_sync.format.fingerprint import (
-    Fingerprint,
-    fingerprint_strided,
-    fingerprint_tensor,
-    tensor_seed,
-)
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor, tensor_seed
 
 FORMAT = Path(__file__).parents[2] / "docs" / "FORMAT.md"
 VALUES = st.integers(0, 2**64 - 1)

@@ -98,7 +98,10 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
-@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Heartbeat, Collection, Retention])
+BESIDE: list[type[Document]] = [Anchor, MergedDelta, Tag, Claim, Heartbeat, Collection, Retention]
+
+
+@pytest.mark.parametrize("kind", BESIDE)
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
     titles = {Anchor: "Anchors", MergedDelta: "Merged deltas"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
@@ -111,18 +114,8 @@ def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
 
 def test_kinds_of_signed_documents() -> None:
     text = section("Signatures")
-    for kind in (
-        Anchor,
-        Claim,
-        Collection,
-        MergedDelta,
-        Head,
-        Heartbeat,
-        Manifest,
-        Retention,
-        RunInfo,
-        Tag,
-    ):
+    others: list[type[Document]] = [Head, Manifest, RunInfo]
+    for kind in BESIDE + others:
         assert f"`{kind.KIND}`" in text
 
 
@@ -159,11 +152,6 @@ def test_keys() -> None:
     found = {path.relative_to(DIRECTORY).parts[0] for path in DIRECTORY.rglob("*")}
     assert found == {"run.json", "tensors.json", "HEAD.json", "versions", "objects"}
     beside = {path.relative_to(TREE).parts[0] for path in TREE.rglob("*")} - found
-    assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - {
-        "versions",
-        "objects",
-        "files",
-        "sidecars",
-        "collections",
-    }
+    not_in_tree = {"versions", "objects", "files", "sidecars", "collections"}
+    assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - not_in_tree
     assert [anchor_key(5), merged_delta_key(0, 4)] == ["anchors/0000000005.json", "merged/0000000000-0000000004.json"]
