@@ -1,6 +1,7 @@
 """Hostile bytes around good ones: a flaw in one place, and digests, sums and sizes that fit it everywhere else."""
 
 import json
+import os
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.security.reader import Reader
-from tests.support.forge import forge
+from tests.support.forge import arrays_of, forge
 from tests.support.samples import CREATED, RUN
 from tests.support.written import Written
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -32,11 +33,7 @@ def rewritten(change: Callable[[Arrays, Metadata], object]) -> Callable[[bytes],
 
     def rewrite(good: bytes) -> bytes:
         parsed = Container(good)
-        arrays = {
-            name: (entry.dtype.name, parsed.bits(name).reshape(entry.shape).copy())
-            for name, entry in parsed.entries.items()
-        }
-        metadata = json.loads(parsed.metadata["delta_sync"])
+        arrays, metadata = arrays_of(parsed), json.loads(parsed.metadata["delta_sync"])
         change(arrays, metadata)
         return write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
 
@@ -63,6 +60,13 @@ def edit(folder: Path, key: str, change: Callable[[Any], object]) -> None:
     change(value)
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     (folder / key).write_bytes(text.encode())
+
+
+def make_huge(path: Path) -> None:
+    """A file of a tebibyte, which takes no room."""
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    os.truncate(path, 2**40)
 
 
 def respell(folder: Path, key: str, old: str, new: str) -> None:
