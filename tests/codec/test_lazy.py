@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.codec.test_delta import ways
 from tests.codec.test_merge import histories
 from tests.codec.tiling import classes_at
 from tests.support.merging import merged
@@ -25,23 +26,12 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import merge
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import (
-    ChainError,
-    UnsupportedError,
-)
+from vllm_delta_sync.errors import ChainError, UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
-
-WAYS: list[tuple[Codec, Compression]] = [
-    ("tiled", "zstd"),
-    ("tiled", "none"),
-    ("plain", "zstd"),
-    ("plain", "none"),
-    ("raw", "none"),
-]
 
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:
@@ -169,7 +159,7 @@ def test_large_tensors_are_written_with_a_piece_in_memory(
     assert [bits.tobytes() for bits in state.bits] == [bits.tobytes() for bits in new]
 
 
-@pytest.mark.parametrize(("codec", "compression"), WAYS)
+@ways
 def test_pieces_of_an_object_are_the_object(
     codec: Codec, compression: Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:

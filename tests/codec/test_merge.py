@@ -1,8 +1,6 @@
 """Merging versions: one apply that does what many do, bit for bit."""
 
 import json
-import subprocess
-import sys
 from copy import deepcopy
 from itertools import pairwise
 
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.merging import merged
+from tests.support.running import run_python
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_kernels
@@ -270,8 +269,6 @@ print(json.dumps([before, [len(loop.signatures) for loop in loops]]))
 
 
 def test_warming_up_compiles_all_that_a_fold_needs() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED_AHEAD], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    before, after = json.loads(done.stdout)
+    before, after = json.loads(run_python("-c", COMPILED_AHEAD).stdout)
     assert before == after == [4, 4]
     warm_up([DTYPES["BF16"]])

@@ -1,6 +1,5 @@
 """Blocks of kind tiles as an attacker or a broken disk would have them: each flaw is one error, which names it."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.codec.tiling import by_the_letter, classes_at, encoded, many_threads, signed, trained, whole
+from tests.codec.tiling import block, by_the_letter, classes_at, encoded, many_threads, signed, trained, whole
 from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT
-from vllm_delta_sync.codec.delta_object import Arrays
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode, pieces_of
 from vllm_delta_sync.codec.tiles.decode_kernels import NO_CODE, OUTSIDE, SHORT, TOO_MANY, TWICE, WIDE
 from vllm_delta_sync.errors import DeltaSyncError, FormatError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 
@@ -43,27 +40,6 @@ def tables_of(lengths: Lengths, numbers: list[int], keys: tuple[int, int, int] =
 def bytes_of(bits: str) -> bytes:
     padded = bits + "0" * (-len(bits) % 8)
     return bytes(int(padded[place : place + 8][::-1], 2) for place in range(0, len(padded), 8))
-
-
-def block(table: TensorTable, tables: bytes, streams: bytes, counts: list[int], codec: Codec = "plain") -> bytes:
-    """An object of one block of all tensors, not compressed."""
-    metadata = {
-        "format_version": 2,
-        "run": CONTEXT.run,
-        "version": 1,
-        "base_version": 0,
-        "codec": codec,
-        "compression": "none",
-        "blocks": [{"dtype": table[0].dtype, "kind": "tiles"}],
-    }
-    arrays: Arrays = {
-        "@0.ids": ("U32", np.arange(len(table), dtype=np.uint32)),
-        "@0.counts": ("U64", np.array(counts, np.uint64)),
-        "@0.tables": ("U8", np.frombuffer(tables, np.uint8)),
-        "@0.streams": ("U8", np.frombuffer(streams, np.uint8)),
-        "@fingerprints": ("U64", np.zeros((len(table), 2), np.uint64)),
-    }
-    return write_container(arrays, {"delta_sync": json.dumps(metadata, sort_keys=True, separators=(",", ":"))})
 
 
 def one(*shape: int, dtype: str = "BF16") -> TensorTable:

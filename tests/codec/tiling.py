@@ -9,11 +9,14 @@ import zstandard
 
 from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between
+from vllm_delta_sync.codec.delta_object import Arrays
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder, grid, tile_threads
 from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
@@ -76,6 +79,34 @@ def encoded(
     table: TensorTable, old: list[Bits], new: list[Bits], codec: Codec = "tiled", how: Compression = "zstd"
 ) -> bytes:
     return encode(changes_between(table, old, new), table, codec, how, CONTEXT, whole(old))
+
+
+def block(
+    table: TensorTable,
+    tables: bytes,
+    streams: bytes,
+    counts: Sequence[int],
+    codec: Codec = "plain",
+    how: Compression = "none",
+) -> bytes:
+    """An object of one block of all tensors, with these very bytes."""
+    metadata = {
+        "format_version": 2,
+        "run": CONTEXT.run,
+        "version": 1,
+        "base_version": 0,
+        "codec": codec,
+        "compression": how,
+        "blocks": [{"dtype": table[0].dtype, "kind": "tiles"}],
+    }
+    arrays: Arrays = {
+        "@0.ids": ("U32", np.arange(len(table), dtype=np.uint32)),
+        "@0.counts": ("U64", np.array(counts, np.uint64)),
+        "@0.tables": ("U8", np.frombuffer(tables, np.uint8)),
+        "@0.streams": ("U8", np.frombuffer(streams, np.uint8)),
+        "@fingerprints": ("U64", np.zeros((len(table), 2), np.uint64)),
+    }
+    return write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
 
 
 def flat(changes: Changes) -> dict[int, tuple[np.ndarray, Bits]]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from tests.codec.tiling import block
 from tests.security.build import (
     NEXT,
     Arrays,
@@ -29,7 +30,7 @@ from tests.security.build import (
 from tests.security.reader import Reader
 from tests.support.forge import forge
 from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, entry
-from tests.support.samples import CREATED, RUN, RunWriter, random_bits
+from tests.support.samples import CREATED, RUN, RunWriter, random_bits, ref_of
 from tests.support.written import TABLE, Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cache import ObjectCache
@@ -38,7 +39,6 @@ from vllm_delta_sync.codec.tiles.grid import grid_of
 from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.manifest import ObjectRef, object_key, version_key
-from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.objects import read_object
 
@@ -144,21 +144,9 @@ def huge_run(folder: Path, numel: int, changed: int, count: int, tables: bytes) 
     table = TensorTable([TensorSpec("huge", "BF16", (numel,))])
     bucket = open_bucket(folder)
     RunWriter(bucket, table)
-    metadata = {
-        "format_version": 2,
-        "run": RUN,
-        "version": 1,
-        "base_version": 0,
-        "codec": "plain",
-        "compression": "zstd",
-        "blocks": [{"dtype": "BF16", "kind": "tiles"}],
-    }
-    arrays: Arrays = {"@0.tables": plain(tables), "@0.streams": plain(b"")}
-    arrays["@0.ids"], arrays["@0.counts"] = ("U32", np.zeros(1, np.uint32)), ("U64", np.array([count], np.uint64))
-    arrays["@fingerprints"] = ("U64", np.zeros((1, 2), np.uint64))
-    data = write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
-    digest = sha256(data).hexdigest()
-    bucket.put(object_key(digest), data)
+    data = block(table, tables, b"", [count], how="zstd")
+    ref = ref_of(data)
+    bucket.put(ref.key, data)
     manifest = {
         "format_version": 2,
         "requires": ["plain", "zstd"],
@@ -168,7 +156,7 @@ def huge_run(folder: Path, numel: int, changed: int, count: int, tables: bytes) 
         "kind": "delta",
         "base_version": 0,
         "parent": "0" * 64,
-        "objects": [{"key": object_key(digest), "bytes": len(data), "sha256": digest, "rank": 0}],
+        "objects": [ref.model_dump()],
         "changed": changed,
         "total": table.total,
         "payload_bytes": len(data),
