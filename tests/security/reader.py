@@ -6,18 +6,32 @@ may allocate for the bytes it reads.
 
 import gc
 import json
+import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from tests.support.commands import delta_sync
+from tests.support.written import Written
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.codec.delta_reader import pieces_of
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.format.manifest import ObjectRef
+from vllm_delta_sync.run.objects import open_step_objects
+from vllm_delta_sync.run.read_plan import Step
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 SPARE_BYTES = 192 * 1024 * 1024
@@ -94,129 +108,65 @@ def started() -> Iterator[Reader]:
 # Below: in the process.
 
 
-def _head(url: str) -> int:
-    from vllm_delta_sync.client import open_run
-
-    return open_run(url).head().version
-
-
 def _tensors(url: str, version: int | str | None = None, base: str | None = None) -> dict[str, str]:
     """SHA-256 of each tensor's bytes: all of ``tensors()`` but the wrapping, which would import torch in each fork."""
-    from vllm_delta_sync.client import open_run
-
     run = open_run(url)
     rows = zip(run.table, run.snapshot(version, base).bits, strict=True)
     return {spec.name: sha256(bits.tobytes()).hexdigest() for spec, bits in rows}
 
 
-def _verify(url: str) -> int:
-    from vllm_delta_sync.client import open_run
-
-    return open_run(url).verify().versions
-
-
 def _findings(url: str) -> list[tuple[str, str, str]]:
-    from vllm_delta_sync.client import open_run
-
     found = open_run(url).verify(findings=True).findings
     return [(finding.key, finding.error.kind, finding.error.message) for finding in found]
 
 
 def _changes(url: str, version: int) -> int:
     """The objects of a version alone: decoded, without the weights that they change."""
-    from vllm_delta_sync.client import open_run
-
     run = open_run(url)
     return run.changes(run.manifest(version)).changed
 
 
 def _pieces(url: str, version: int, scratch: str) -> int:
     """As ``_changes``, as large objects are read: from scratch files, piece by piece."""
-    from vllm_delta_sync.client import open_run
-    from vllm_delta_sync.codec.delta_reader import pieces_of
-    from vllm_delta_sync.run.objects import open_step_objects
-    from vllm_delta_sync.run.read_plan import Step
-
     run = open_run(url)
     parts = open_step_objects(Step(run, run.manifest(version)), Path(scratch))
     return sum(piece.changed for piece in pieces_of(parts))
 
 
 def _merged(url: str, first: int, last: int) -> int:
-    from vllm_delta_sync.client import open_run
-
     run = open_run(url)
     return run.changes(run.merged_delta(first, last)).changed
 
 
-def _anchor(url: str, version: int) -> int:
-    from vllm_delta_sync.client import open_run
-
-    return open_run(url).anchor(version).version
-
-
 def _checkpoint(path: str) -> int:
-    from vllm_delta_sync.tensors.checkpoint import Checkpoint
-
     checkpoint = Checkpoint(path)
     return sum(int(checkpoint.bits(name).sum(dtype="u8")) * 0 + 1 for name in checkpoint.specs)
 
 
 def _cached(folder: str, key: str, size: int, digest: str, stored: str) -> int:
     """An object through the node's cache, which downloads it from a bucket."""
-    from vllm_delta_sync.bucket import open_bucket
-    from vllm_delta_sync.cache import ObjectCache
-    from vllm_delta_sync.format.manifest import ObjectRef
-
     ref = ObjectRef(key=key, bytes=size, sha256=digest)
     return len(ObjectCache(Path(folder), 2**60).get(ref, open_bucket(stored)))
 
 
-def _get(url: str, key: str) -> str:
-    from vllm_delta_sync.bucket import open_bucket
-
-    return open_bucket(url).get(key, max_bytes=4096).hex()
-
-
-def _list(url: str, prefix: str = "") -> list[str]:
-    from vllm_delta_sync.bucket import open_bucket
-
-    return [item.key for item in open_bucket(url).list(prefix)]
-
-
-def _cli(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``delta-sync``."""
-    import io
-    from contextlib import redirect_stderr, redirect_stdout
-
-    from vllm_delta_sync import cli
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = cli.run(list(arguments))
-    return code, out.getvalue(), err.getvalue()
-
-
 DOORS: dict[str, Door] = {
-    "head": _head,
+    "head": lambda url: open_run(url).head().version,
     "tensors": _tensors,
-    "verify": _verify,
+    "verify": lambda url: open_run(url).verify().versions,
     "findings": _findings,
     "changes": _changes,
     "pieces": _pieces,
     "merged": _merged,
-    "anchor": _anchor,
+    "anchor": lambda url, version: open_run(url).anchor(version).version,
     "checkpoint": _checkpoint,
     "cached": _cached,
-    "get": _get,
-    "list": _list,
-    "cli": _cli,
+    "list": lambda url: [item.key for item in open_bucket(url).list()],
+    # Exit code, stdout and stderr of a command.
+    "cli": lambda *arguments: astuple(delta_sync(*arguments)),
 }
 
 
 def _attempt(door: str, arguments: list[Any], spare: int) -> dict[str, Any]:
-    from vllm_delta_sync.errors import DeltaSyncError
-
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + spare
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -255,11 +205,6 @@ def _fork(door: str, arguments: list[Any], spare: int) -> str:
 
 def _warm() -> None:
     """Import and compile all that the doors use."""
-    import logging
-    import tempfile
-
-    from tests.support.written import Written
-
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         written = Written(Path(folder) / "run", 1)
@@ -281,7 +226,7 @@ def _warm() -> None:
             ["log", "--bucket", url],
             ["inspect", "--bucket", url, "--version", "1"],
         ):
-            _cli(*command)
+            delta_sync(*command)
 
 
 def main() -> None:

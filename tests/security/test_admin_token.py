@@ -3,12 +3,11 @@
 import gc
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.running import run_python
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.admin_token import DIGEST_VARIABLE, VARIABLE, AdminToken, readable_by_others
 from vllm_delta_sync.errors import SettingsError
@@ -140,14 +139,6 @@ print(subprocess.run(["env"], capture_output=True, text=True).stdout)
 @pytest.mark.slow
 def test_general_plugin_takes_it_out_of_the_environment() -> None:
     """vLLM calls it in the API server before it starts other processes."""
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT],
-        env={**os.environ, VARIABLE: TOKEN},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", PARENT, environment={VARIABLE: TOKEN})
     assert DIGEST_VARIABLE in done.stdout
     assert TOKEN not in done.stdout

@@ -17,9 +17,7 @@ METHODS = {
     ("jit", "load"), ("package", "PackageImporter"), ("socket", "recv_pyobj"),
 }  # fmt: skip
 ATTRIBUTES = {"send_pyobj", "recv_pyobj", "set_default_serializer", "load_module"}
-SHELLS = {"run", "call", "Popen", "check_call", "check_output"}
 RPC = {"collective_rpc", "call_utility_async", "_call_utility_async", "call_utility", "apply_model"}
-ASKS = {"ask", "call", "call_paused"}
 
 
 def dotted(node: ast.expr) -> str:

@@ -3,9 +3,6 @@
 import contextlib
 import json
 import logging
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.security.canaries import Canaries
+from tests.support.running import run_python
 from tests.support.web import Site
 from trainer_side import Publisher
 from vllm_delta_sync import admin_token, cli
@@ -142,7 +140,7 @@ def test_commands(
     assert out or err
 
 
-def test_tracebacks(tmp_path: Path, canaries: Canaries) -> None:
+def test_tracebacks(canaries: Canaries) -> None:
     """What somebody sees who uses our parts and catches nothing."""
     secret_file = str(canaries.signing_key)
     calls: list[Callable[[], Any]] = [
@@ -196,15 +194,7 @@ launch.exec_serve("model", {"bucket": "/data/run"}, ["--port", "1"])
 
 def test_what_serve_becomes(canaries: Canaries) -> None:
     """Neither the command line nor the environment that the kernel shows of it has the token."""
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTED],
-        env={**os.environ, admin_token.VARIABLE: canaries.token},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", EXECUTED, environment={admin_token.VARIABLE: canaries.token})
     arguments, environment, _ = json.loads(done.stdout)
     assert "model" in arguments
     assert admin_token.DIGEST_VARIABLE in environment
