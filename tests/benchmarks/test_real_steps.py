@@ -18,7 +18,7 @@ SAMPLES = 20_000
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
     """A small model in place of the real one, and an empty cache."""
     folder = save_checkpoint(make_model("qwen3"), tmp_path / "model")
     monkeypatch.setattr(real_model, "checkpoint", lambda: folder)
