@@ -1,11 +1,11 @@
 """docs/architecture.md lists every package, pictures are drawn from pages' tables, and no imports form a circle."""
 
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+
+from tests.support.running import run_python
 
 ROOT = Path(__file__).parents[2]
 WITHIN = {
@@ -29,8 +29,7 @@ def test_every_package_is_listed() -> None:
 
 
 def test_the_pictures_are_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "draw_architecture.py"), "--check"]
-    assert subprocess.run(command, check=False).returncode == 0, "run: python docs/draw_architecture.py"
+    run_python("docs/draw_architecture.py", "--check")
 
 
 def test_no_imports_form_a_circle() -> None:

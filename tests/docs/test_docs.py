@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import running
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from tests.support.tiny import make_model, save_checkpoint
 from trainer_side import Publisher
@@ -120,15 +121,7 @@ def test_python_compiles_and_imports_what_exists(path: Path) -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "docs/generate_reference.py", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    running.run_python("docs/generate_reference.py", "--check")
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

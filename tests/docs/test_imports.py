@@ -90,9 +90,12 @@ def test_a_module_loads_only_what_it_may(modules: dict[str, tuple[str, ...]]) ->
         assert not set(json.loads(line)) & set(forbidden), module
 
 
-def test_parts_load_where_others_are_not_installed() -> None:
-    names = "trainer_side, vllm_delta_sync.cli, vllm_delta_sync.client"
-    run_clean(f"{BLOCKED}\nimport {names}", json.dumps(["vllm", "transformers", "trl"]))
+def test_parts_load_and_the_command_helps_where_others_are_not_installed() -> None:
+    code = f"{BLOCKED}\nimport trainer_side, vllm_delta_sync.client\nfrom vllm_delta_sync.cli import main\n"
+    output = run_clean(
+        f"{code}sys.argv[1:] = ['--help']\nsys.exit(main())", json.dumps(["vllm", "transformers", "trl"])
+    )
+    assert "serve" in output
     names = "vllm_delta_sync.engine, vllm_delta_sync.engine.entrypoints.plugin"
     run_clean(f"{BLOCKED}\nimport {names}", json.dumps(["trainer_side", "trl", "datasets", "accelerate"]))
 
@@ -100,9 +103,3 @@ def test_parts_load_where_others_are_not_installed() -> None:
 def test_publish_and_read_where_vllm_is_not_installed(tmp_path: Path) -> None:
     blocked = json.dumps(["vllm", "vllm_delta_sync.engine", "trl"])
     assert run_clean(BLOCKED + PUBLISH_AND_READ, blocked, str(tmp_path / "run")) == "equal\n"
-
-
-def test_the_command_helps_where_vllm_is_not_installed() -> None:
-    code = f"{BLOCKED}\nfrom vllm_delta_sync.cli import main\nsys.argv[1:] = ['--help']\nsys.exit(main())"
-    output = run_clean(code, json.dumps(["vllm", "transformers", "trl"]))
-    assert "serve" in output

@@ -4,16 +4,15 @@
 see ``validation`` in mkdocs.yml.
 """
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+
+from tests.support.running import run_python
 
 ROOT = Path(__file__).parents[2]
 LONG = {"FORMAT.md", "REFERENCE.md"}
@@ -42,12 +41,8 @@ class Loads(HTMLParser):
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = run_python(*command, environment={"NO_MKDOCS_2_WARNING": "1"})
     assert "WARNING" not in done.stderr, done.stderr
     yield folder
     shutil.rmtree(folder)

@@ -1,10 +1,10 @@
 """A test that is skipped where none is expected to be fails the run."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.running import run_python
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = {
@@ -18,18 +18,11 @@ NOT_SKIPPED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("files", "named"),
-    [(SKIPPED, 2), (NOT_SKIPPED, 0)],
-    ids=["skipped", "not skipped"],
-)
+@pytest.mark.parametrize(("files", "named"), [(SKIPPED, 2), (NOT_SKIPPED, 0)], ids=["skipped", "not skipped"])
 def test_a_skip_fails_the_run(tmp_path: Path, files: dict[str, str], named: int) -> None:
     for name, body in {**files, "test_other.py": "def test_other(): pass"}.items():
         (tmp_path / name).write_text(body)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-n", "2", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == bool(named), done.stdout
+    command = ["-m", "pytest", "-q", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-n", "2", str(tmp_path)]
+    done = run_python(*command, code=int(named > 0))
     assert done.stdout.count("is not in MAY_SKIP") == named

@@ -22,6 +22,8 @@ PAGE = (ROOT / NAME).read_text()
 VARIES = "…"
 SHORTEST_PROOF = 10
 """Characters of the shortest quoted words that tell one line from others."""
+# Sources are parsed once for all of these.
+pytestmark = pytest.mark.xdist_group("sources")
 _SPAN = re.compile(r"`([^`]+)`")
 _PRINTF = re.compile(r"%[-+0 #]*\d*(?:\.\d+)?[sdrgfx]")
 

@@ -1,8 +1,6 @@
 """The example of a real model, ``real_model.py`` and ``prove_served.py``: task, loss, proof; slow: a run of a toy."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples import prove_served, rl_loop
+from tests.support.running import run_python
 from trainer_side import Publisher
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def toy(folder: Path) -> Path:
@@ -46,30 +43,26 @@ def test_a_checkpoint_with_one_other_bit_is_not_the_run(tmp_path: Path, one_thre
     assert prove_served.same_weights(run, checkpoint) == (False, fingerprint)
 
 
-def test_a_wrong_url_is_refused_before_anything_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".delta-sync-real").touch()
-    command: list[str | Path] = [sys.executable, EXAMPLES / "real_model.py", tmp_path]
-    command += ["--out", tmp_path, "--bucket", "ftp://x"]
-    (tmp_path / "config.json").write_text("{}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, (tmp_path / "config.json").exists()) == (2, True), done.stderr
-    assert "'ftp://x' has the unknown scheme 'ftp'" in done.stderr
+def test_a_wrong_url_is_refused_before_anything_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As a script it imports the one beside it.
+    monkeypatch.syspath_prepend(str(Path(rl_loop.__file__).parent))
+    from examples import real_model
+
+    for name in (".delta-sync-real", "config.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(SystemExit) as ended:
+        real_model.main([str(tmp_path), "--out", str(tmp_path), "--bucket", "ftp://x"])
+    assert (ended.value.code, (tmp_path / "config.json").exists()) == (2, True)
+    assert "'ftp://x' has the unknown scheme 'ftp'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_run_with_a_real_server_is_proven(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command: list[str | Path] = [
-        sys.executable,
-        EXAMPLES / "real_model.py",
-        toy(tmp_path / "toy"),
-        "--steps",
-        "4",
-        "--out",
-        out,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
+    model = str(toy(tmp_path / "toy"))
+    done = run_python("examples/real_model.py", model, "--steps", "4", "--out", str(out), seconds=900)
     assert done.stdout.count("✓") == 4
     summary = json.loads((out / "summary.json").read_text())
     assert summary["proven"]

@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from examples import trl_async
 from examples.trl_async import EOS, SERVED_VERSION, TOKENIZER, VERSION, WEIGHT_SYNC, exact_reversal
+from tests.support.answers import Answer, Asked, answering
 from vllm_delta_sync import open_run
 
 SECONDS = 60.0
@@ -36,28 +36,16 @@ def completion(prompt: list[int]) -> dict[str, Any]:
     return {"choices": [choice], "delta_sync": {"run": "r", "spans": listed}}
 
 
-class _Completions(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = json.dumps(completion(body["prompt"])).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, format: str, *values: object) -> None:
-        return
+def answer(asked: Asked) -> Answer:
+    body = json.dumps(completion(json.loads(asked.body)["prompt"])).encode()
+    return Answer(200, body, {"Content-Type": "application/json"})
 
 
 @pytest.fixture
 def server_url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Completions) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with answering() as server:
+        server.reply = answer
+        yield server.url
 
 
 def test_each_sample_of_trls_loop_carries_the_version_that_sampled_it(server_url: str) -> None:
@@ -190,9 +178,7 @@ def test_what_holds_is_written_as_the_verdict(stubs: Stubs, tmp_path: Path) -> N
         ({"last_error": {"message": "no space left"}}, "no space left"),
     ],
 )
-def test_what_does_not_hold_ends_with_1(
-    wrong: dict[str, Any], claim: str, stubs: Stubs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_hold_ends_with_1(wrong: dict[str, Any], claim: str, stubs: Stubs, tmp_path: Path) -> None:
     vars(stubs).update(wrong)
     with pytest.raises(SystemExit) as ended:
         trl_async.main(["--steps", str(STEPS), "--out", str(tmp_path / "out")])
