@@ -209,7 +209,7 @@ def test_a_store_that_breaks_off_at_random_is_still_a_dict() -> None:
     failures = [0]
 
     class Machine(DictMachine):
-        # Nobody can tell after a failure whose bytes those are that are there.
+        # After a failure it cannot be known whose bytes those are that are there.
         same_bytes_may_pass = True
 
         @initialize(seed=st.integers(0, 2**32))

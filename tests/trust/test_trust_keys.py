@@ -114,7 +114,7 @@ def test_every_byte_of_a_signed_manifest_counts() -> None:
 
 
 def test_nothing_can_be_taken_out_of_a_signed_manifest() -> None:
-    """It is no manifest any more, or nobody has signed it."""
+    """It is no manifest any more, or has no signature that is valid."""
     original = json.loads(_RICH_SIGNED.to_bytes())
     for place in _leaves(original):
         for gone in (True, False):
