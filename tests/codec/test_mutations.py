@@ -23,8 +23,8 @@ from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.state import ModelState
 
-OBJECT_MUTATIONS = 150
-RUN_MUTATIONS = 200
+OBJECT_MUTATIONS = 300
+RUN_MUTATIONS = 500
 
 
 def run_of(objects: dict[str, bytes]) -> Run:
