@@ -116,8 +116,8 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
     adapted.peft_config = {"default": object()}
     lazy = nn.LazyLinear(3)
     return {
-        "meta": ([("w", weight.to("meta"))], ModelError, "'w' is on the meta device"),
-        "meta module": (nn.Linear(2, 2, device="meta"), ModelError, "'weight' is on the meta device"),
+        "meta": ([("w", weight.to("meta"))], ModelError, "'w' is on the meta device and has no data"),
+        "meta module": (nn.Linear(2, 2, device="meta"), ModelError, "'weight' is on the meta device and has no data"),
         "sparse": ([("w", weight.to_sparse())], ModelError, "'w' is not dense"),
         "no tensor": ([("w", 3.0)], ModelError, "'w' is a float"),
         "twice": ([("w", weight), ("w", weight.clone())], ModelError, "'w' is yielded twice"),
