@@ -90,6 +90,9 @@ class Late(Hooked):
         self.put(*self.late, if_absent=True)
 
 
+# Hooks
+
+
 class FailAt:
     """Raises once, for the first key that begins as given."""
 
@@ -102,6 +105,34 @@ class FailAt:
         if not self.fired and key.startswith(self._prefix):
             self.fired = True
             raise self._error
+
+
+class Once:
+    """Does something once, for the first key that begins as given."""
+
+    def __init__(self, prefix: str, do: Callable[[], object]) -> None:
+        self._prefix, self._do = prefix, do
+        self.done = False
+
+    def __call__(self, key: str) -> None:
+        if not self.done and key.startswith(self._prefix):
+            self.done = True
+            self._do()
+
+
+class Gated:
+    """Lets nothing pass, for keys that begin as given, until it is opened; then it may fail."""
+
+    def __init__(self, prefix: str = "objects/", error: BaseException | None = None) -> None:
+        self._prefix, self._error = prefix, error
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, key: str) -> None:
+        if key.startswith(self._prefix):
+            self.reached.set()
+            assert self.open.wait(120)
+            if self._error is not None:
+                raise self._error
 
 
 class Trainer:

@@ -8,24 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, publish
+from tests.support.publishers import FailAt, Gated, Hooked, Trainer, assert_holds, publish
 from trainer_side import Budget, Gate, Publisher, PublishResult
 from trainer_side.integrations.training import TrainingPublisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, GateError, PublishError, PublishTimeoutError, StoreError, UsageError
-
-
-class Gated:
-    """A hook that lets nothing pass until it is opened."""
-
-    def __init__(self, prefix: str = "objects/") -> None:
-        self._prefix = prefix
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    def __call__(self, key: str) -> None:
-        if key.startswith(self._prefix):
-            self.reached.set()
-            assert self.open.wait(120)
 
 
 class Down:

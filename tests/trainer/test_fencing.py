@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.notices import DEADLINE_SECONDS as SECONDS
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish, small_trainer
+from tests.support.publishers import FailAt, Hooked, Once, Trainer, assert_holds, assert_stopped, publish, small_trainer
 from trainer_side import Publisher, writer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import base as bucket_base
@@ -25,19 +25,6 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
 def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer makes its checks before a commit in sequence, or together and while its objects are being stored."""
     monkeypatch.setattr(writer, "is_remote", lambda url: request.param == "far")
-
-
-class Once:
-    """Does something once, when a key is touched that begins as given."""
-
-    def __init__(self, prefix: str, do: Callable[[], None]) -> None:
-        self._prefix, self._do = prefix, do
-        self.done = False
-
-    def __call__(self, key: str) -> None:
-        if not self.done and key.startswith(self._prefix):
-            self.done = True
-            self._do()
 
 
 def epochs(bucket: Hooked) -> list[int]:
@@ -262,8 +249,7 @@ def test_head_that_the_former_writer_would_move_back_stays(bucket: Hooked, train
         with Publisher(trainer.copy(), other) as later:
             later.publish(step=2)
 
-    once = Once("versions/", take_over)
-    bucket.after = once
+    once = bucket.after = Once("versions/", take_over)
     trainer.step()
     former.publish(step=1)
     former.flush()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds, nothing, publish, small_trainer
+from tests.support.publishers import FailAt, Gated, Hook, Hooked, Once, Trainer, assert_holds, publish, small_trainer
 from trainer_side import Publisher
 from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
@@ -117,17 +117,11 @@ def test_maintenance_that_fails_does_not_end_and_hinders_nothing(
 
 
 def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(watched: Watched, trainer: Trainer) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hang(key: str) -> None:
-        begun.set()
-        assert go_on.wait(120)
-
-    watched.upkeep = hang
+    hanging = watched.upkeep = Gated("")
     others = set(threading.enumerate())
     publisher = Publisher(trainer.live, watched)
     publish(publisher, trainer, 4)
-    assert begun.wait(120)
+    assert hanging.reached.wait(120)
     publish(publisher, trainer, 12)
     assert publisher.version == 16
     assert listed(watched, MERGED_PREFIX) == []
@@ -136,7 +130,7 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(watched: Watch
     # Whoever closes waits for the one call under way, and for nothing that would follow.
     closing.join(0.3)
     assert closing.is_alive()
-    go_on.set()
+    hanging.open.set()
     closing.join(120)
     assert not closing.is_alive()
     assert THREAD_NAME not in {thread.name for thread in set(threading.enumerate()) - others}
@@ -171,12 +165,7 @@ class Paused(Hooked):
 def test_object_removed_before_its_manifest_is_put_again(bucket: Hooked, caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     removed: list[str] = []
-
-    def collected(key: str) -> None:
-        if key == version_key(1):
-            removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
-
-    bucket.before = collected
+    bucket.before = Once(version_key(1), lambda: removed.extend(collect(open_run(bucket.url), AT_ONCE).objects))
     with Publisher(trainer.live, bucket, merge=False) as publisher, caplog.at_level(logging.WARNING):
         publish(publisher, trainer)
     run = open_run(bucket.url)
@@ -194,13 +183,11 @@ def test_object_of_a_version_that_is_committed_while_a_collection_removes_stays(
         plain.put(f"objects/{0:064x}.safetensors", b"nobody's")
         collector = threading.Thread(target=lambda: collect(Run(paused), AT_ONCE))
 
-        def begin(key: str) -> None:
-            if key == version_key(1):
-                bucket.before = nothing
-                collector.start()
-                assert paused.here.wait(60)
+        def begin() -> None:
+            collector.start()
+            assert paused.here.wait(60)
 
-        bucket.before = begin
+        bucket.before = Once(version_key(1), begin)
         publish(publisher, trainer)
         paused.go.set()
         collector.join()
@@ -211,14 +198,9 @@ def test_object_of_a_version_that_is_committed_while_a_collection_removes_stays(
 def test_shards_that_are_removed_before_their_anchor_is_there_are_put_again(bucket: Hooked) -> None:
     trainer = Trainer()
     removed: list[str] = []
-
-    def collected(key: str) -> None:
-        if key == anchor_key(1):
-            removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
-
     with Publisher(trainer.live, bucket, merge=False, shard_bytes=4000) as publisher:
         publish(publisher, trainer)
-        bucket.before = collected
+        bucket.before = Once(anchor_key(1), lambda: removed.extend(collect(open_run(bucket.url), AT_ONCE).objects))
         assert publisher.anchor() == 1
     run = open_run(bucket.url)
     objects = run.anchor(1).objects

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, nothing
+from tests.support.publishers import FailAt, Gated, Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from trainer_side.diff import reader
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
@@ -116,23 +116,6 @@ def test_a_repair_of_the_baseline_is_not_waited_for(bucket: Hooked, trainer: Tra
 # Errors that training tolerates
 
 
-class FailingOnce:
-    """A step of the comparison that raises at the given call of it, and works otherwise."""
-
-    def __init__(self, step: Callable[..., Any], error: BaseException, at: int = 1) -> None:
-        self._step, self._error, self._at = step, error, at
-        self._calls = 0
-
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self._calls += 1
-            if self._calls == self._at:
-                raise self._error
-            return self._step(instance, *args)
-
-        return call
-
-
 ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("host"), RuntimeError("an illegal access")]
 
 
@@ -142,11 +125,19 @@ def test_a_comparison_that_fails_is_reverted_and_made_up_for(
     error: BaseException, last: bool, bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.live = {name: tensor.t() for name, tensor in trainer.live.items()}
+    read, outcomes = reader.Reader.read, iter([None, error])
+
+    def second_fails(*arguments: Any) -> Any:
+        failure = next(outcomes, None)
+        if failure is not None:
+            raise failure
+        return read(*arguments)
+
     with Publisher(trainer.live, bucket) as publisher:
         trainer.live["a"] += 1
         trainer.live["b"] += 1
         with monkeypatch.context() as patch:
-            patch.setattr(reader.Reader, "read", FailingOnce(reader.Reader.read, error, at=2))
+            patch.setattr(reader.Reader, "read", second_fails)
             with pytest.raises(PublishError, match=r"step 1 is not published, because the comparison failed") as caught:
                 publisher.publish(1)
         assert caught.value.__cause__ is error
@@ -159,16 +150,10 @@ def test_a_comparison_that_fails_is_reverted_and_made_up_for(
 
 def test_a_call_beside_one_that_waits_ends_within_its_timeout(bucket: Hooked, trainer: Trainer) -> None:
     publisher = Publisher(trainer.live, bucket)
-    reached, leave = threading.Event(), threading.Event()
-
-    def slow(key: str) -> None:
-        reached.set()
-        assert leave.wait(60)
-
-    bucket.before = slow
+    gate = bucket.before = Gated("")
     trainer.step()
     publisher.publish(1)
-    assert reached.wait(60)
+    assert gate.reached.wait(60)
     waiting = threading.Thread(target=publisher.flush)
     waiting.start()
     while publisher._lock.acquire(blocking=False):
@@ -177,7 +162,6 @@ def test_a_call_beside_one_that_waits_ends_within_its_timeout(bucket: Hooked, tr
     for call in (publisher.flush, publisher.anchor, partial(publisher.publish, 2), partial(publisher.rebase, 0)):
         with pytest.raises(PublishTimeoutError):
             call(timeout=0.05)
-    leave.set()
+    gate.open.set()
     waiting.join()
-    bucket.before = nothing
     publisher.close()

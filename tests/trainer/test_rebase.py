@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.publishers import (
     FailAt,
+    Gated,
     Hooked,
     Trainer,
     assert_history,
@@ -106,10 +107,7 @@ def test_fate_of_the_first_version_after_a_rebase_is_looked_up(written: bool, bu
     with Publisher(trainer.live, bucket) as publisher:
         publish(publisher, trainer, 2)
         publisher.rebase(0)
-        if written:
-            bucket.after = FailAt("versions/")
-        else:
-            bucket.before = FailAt("versions/")
+        setattr(bucket, "after" if written else "before", FailAt("versions/"))
         bucket.reading = FailAt("versions/", StoreError("still down"))
         publisher.publish(step=3)
         expect_failure(publisher, "is not known")
@@ -240,18 +238,11 @@ def test_rebase_that_fails_after_its_timeout_is_raised_by_the_next_call(
     """Otherwise the next version would build on the one that was to be left."""
     publisher = Publisher(trainer.live, bucket, merge=False)
     publish(publisher, trainer, 3)
-    reached, leave = threading.Event(), threading.Event()
-
-    def slow(key: str) -> None:
-        reached.set()
-        assert leave.wait(60)
-        raise StoreError("the store is away")
-
-    bucket.reading = slow
+    slow = bucket.reading = Gated("", StoreError("the store is away"))
     with pytest.raises(PublishTimeoutError, match="the next call says if it fails"):
         publisher.rebase(1, timeout=0.2)
-    assert reached.wait(60)
-    leave.set()
+    assert slow.reached.wait(60)
+    slow.open.set()
     trainer.step()
     if ending == "close":
         bucket.reading = nothing

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.publishers import (
     FailAt,
+    Gated,
     Hooked,
     Trainer,
     assert_holds,
@@ -102,10 +103,7 @@ def test_manifest_that_was_written_before_the_store_failed_counts(bucket: Hooked
 @pytest.mark.parametrize("written", [True, False])
 def test_fate_of_a_manifest_is_looked_up_afterwards(written: bool, bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
-        if written:
-            bucket.after = FailAt("versions/")
-        else:
-            bucket.before = FailAt("versions/")
+        setattr(bucket, "after" if written else "before", FailAt("versions/"))
         down = True
 
         def unreachable(key: str) -> None:
@@ -128,7 +126,6 @@ def test_fate_of_a_manifest_is_looked_up_afterwards(written: bool, bucket: Hooke
 
 
 def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, trainer: Trainer) -> None:
-    gate, reached = threading.Event(), threading.Event()
     drained: list[str] = []
 
     def handed() -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,23 +133,18 @@ def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, t
             yield name, tensor
             drained.append(name)
 
-    def block(key: str) -> None:
-        if key.startswith("objects/"):
-            reached.set()
-            assert gate.wait(120)
-
     with Publisher(trainer.live, bucket) as publisher:
-        bucket.before = block
+        gate = bucket.before = Gated()
         trainer.step()
         first_weights = trainer.copy()
         first = publisher.publish(step=1)
-        assert reached.wait(120)
+        assert gate.reached.wait(120)
         trainer.step()
         for skipped in (publisher.publish(step=2), publisher.publish(step=2, weights=handed())):
             assert (skipped.version, skipped.kind, skipped.payload_bytes) == (None, "skipped", 0)
         assert drained == list(trainer.live)
         assert publisher.version == 0
-        threading.Timer(0.2, gate.set).start()
+        threading.Timer(0.2, gate.open.set).start()
         trainer.step()
         waited = publisher.publish(step=3, wait=True)
         assert (first.version, waited.version) == (1, 2)

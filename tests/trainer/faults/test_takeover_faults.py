@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, nothing, publish
+from tests.support.publishers import FailAt, Hooked, Once, Trainer, assert_holds, assert_stopped, nothing, publish
 from tests.support.publishing import damage
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -153,18 +153,12 @@ def test_last_commit_of_the_former_writer_comes_before_a_new_beginning(bucket: H
     late = lost.model_copy(update={"version": 3, "base_version": 2, "parent": lost.digest})
     late._raw = None
     damage(bucket.url, lost.objects[0].key)
-    raced: list[str] = []
-
-    def race(key: str) -> None:
-        if key == version_key(3) and not raced:
-            raced.append(key)
-            bucket._inner.put(key, late.to_bytes())
-
+    race = Once(version_key(3), lambda: bucket._inner.put(version_key(3), late.to_bytes()))
     for info in [*bucket.list("anchors/"), *bucket.list("merged/")]:
         bucket.delete(info.key)
     bucket.before = race
     with Publisher(trainer.live, bucket) as publisher:
-        assert raced
+        assert race.done
         assert publisher.version == 4
     manifest = open_run(bucket.url).manifest(4)
     assert (manifest.parent, manifest.kind) == (late.digest, "anchor")
@@ -176,22 +170,20 @@ def test_what_the_former_writer_commits_before_the_claim_is_continued(
     lost: str, bucket: Hooked, trainer: Trainer
 ) -> None:
     """The weights are read back before the claim, so the former writer may commit meanwhile."""
-    elsewhere, other, raced = Trainer(), Hooked(bucket.folder), list[str]()
+    elsewhere, other = Trainer(), Hooked(bucket.folder)
     former = Publisher(trainer.live, bucket, merge=False)
     publish(former, trainer)
     if lost == "before":
         damage(bucket.url, open_run(bucket.url).head().objects[0].key)
 
-    def race(key: str) -> None:
-        if key.startswith(CLAIMS_PREFIX) and not raced:
-            raced.append(key)
-            publish(former, trainer)
-            if lost == "between":
-                damage(bucket.url, open_run(bucket.url).head().objects[0].key)
+    def commit() -> None:
+        publish(former, trainer)
+        if lost == "between":
+            damage(bucket.url, open_run(bucket.url).head().objects[0].key)
 
-    other.before = race
+    race = other.before = Once(CLAIMS_PREFIX, commit)
     with Publisher(elsewhere.live, other) as publisher:
-        assert raced
+        assert race.done
         assert publisher.version == (3 if lost else 2)
         assert_holds(bucket, publisher.version, elsewhere.live if lost else trainer.live)
         elsewhere.step()
