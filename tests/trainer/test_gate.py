@@ -85,10 +85,7 @@ def test_integers_are_always_finite(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "bad"),
     # F8_E4M3 has no infinity: torch makes its largest number of one.
-    [
-        ("F8_E4M3", NAN),
-        *((dtype, bad) for dtype in ("BF16", "F16", "F32", "F64", "F8_E5M2") for bad in (NAN, INF, -INF)),
-    ],
+    [("F8_E4M3", NAN), ("F8_E5M2", INF), ("BF16", NAN), ("F16", -INF), ("F32", INF), ("F64", NAN)],
 )
 def test_what_is_not_finite_is_refused(dtype: str, bad: float, bucket: Hooked) -> None:
     live = {"fine": torch.ones(50), "hurt": torch.ones(300, dtype=torch.float32).to(TORCH_DTYPES[dtype])}
@@ -144,8 +141,9 @@ def test_share_above_the_bound_is_refused(bucket: Hooked) -> None:
     assert "0.26 of the elements changed since version 1, most in tensor 'n' (20); max_changed_share is 0.25" in message
 
 
-@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [(torch.float32, "plain"), (torch.bfloat16, "tiled"), (torch.float64, "raw")]
+)
 def test_norm_jump_above_the_bound_is_refused(dtype: torch.dtype, codec: Any, bucket: Hooked) -> None:
     live = {"a": torch.full((300,), 4.0, dtype=dtype), "b": torch.full((100,), -4.0)}
     gate = Gate(max_norm_jump=0.5)
@@ -170,21 +168,11 @@ def test_norm_of_weights_that_were_all_zero(bucket: Hooked) -> None:
 
 def test_norms_of_numbers_whose_squares_are_too_large(bucket: Hooked) -> None:
     live = {"a": torch.full((30,), 1e200, dtype=torch.float64)}
-    with left_unfinished(Publisher(live, bucket, gate=Gate(max_norm_jump=10))) as publisher:
+    with Publisher(live, bucket, gate=Gate(max_norm_jump=10)) as publisher:
         live["a"][1] = 2e200
         assert "moved by nan" in refused(publisher)
-
-
-def test_norms_that_no_float_holds(bucket: Hooked) -> None:
-    live = {"w": torch.full((4,), 1e160, dtype=torch.float64)}
-    publisher = Publisher(live, bucket, gate=Gate(max_norm_jump=2.0))
-    live["w"][1] = 1.0
-    publisher.publish(1)
-    with pytest.raises(GateError, match="moved by nan of the norm"):
-        publisher.flush()
-    live["w"][1] = 1e160
-    publisher.publish(2)
-    publisher.close()
+        live["a"][1] = 1e200
+        assert publisher.publish(2, wait=True).version == 1
 
 
 def test_infinity_is_a_jump_where_only_norms_are_asked(bucket: Hooked, trainer: Trainer) -> None:
