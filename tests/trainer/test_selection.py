@@ -72,15 +72,6 @@ def test_policy_inside_a_larger_module_is_published_as_it_is_saved(
         assert publisher.publish(2, wait=True).changed == 0
 
 
-def test_without_a_base_the_rest_is_not_in_the_run(url: str, tmp_path: Path) -> None:
-    actor = qwen3()
-    model = ActorCritic(actor)
-    with Publisher(model, url, **POLICY) as publisher:
-        change(model)
-        publisher.publish(1, wait=True)
-    assert_holds(open_run(url), 1, saved(actor, tmp_path / "saved"))
-
-
 def test_what_the_base_has_is_left_out_only_while_it_is_the_same(url: str, tmp_path: Path) -> None:
     model = qwen3(tied=False)
     model.save_pretrained(tmp_path / "base")
