@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -277,17 +278,12 @@ def test_wrong_handed_over_weights_change_nothing(case: str, url: str) -> None:
     with Publisher(live, url) as publisher:
         rest = Given({f"x{index}": torch.ones(1) for index in range(3)})
         with pytest.raises(TensorMismatchError, match=message):
-            publisher.publish(step=1, weights=_chain([("a", torch.ones(10)), *items], rest))
+            publisher.publish(step=1, weights=chain([("a", torch.ones(10)), *items], rest))
         assert rest.drained
         assert publisher.version == 0
         assert publisher.publish(step=2).changed == 0
     assert open_run(url).verify().head == 1
     assert_holds(open_run(url), 1, held)
-
-
-def _chain(items: list[tuple[str, torch.Tensor]], rest: Given) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from items
-    yield from rest
 
 
 def test_taken_notice_address_only_warns(url: str, caplog: pytest.LogCaptureFixture) -> None:
