@@ -135,6 +135,19 @@ class Gated:
                 raise self._error
 
 
+class Down:
+    """Fails as long as it is down, for keys that begin as given."""
+
+    def __init__(self, *prefixes: str) -> None:
+        self._prefixes = prefixes
+        self.down, self.tries = True, 0
+
+    def __call__(self, key: str) -> None:
+        if self.down and key.startswith(self._prefixes):
+            self.tries += 1
+            raise StoreError("the store is away")
+
+
 class Trainer:
     """Weights that change a little at each step, dense and sparse, and a record of what they were."""
 

@@ -11,10 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from tests.support.publishing import Tensors
 from tests.support.tiny import VOCABULARY
 from trainer_side import DeltaSyncCallback
-from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import StoreError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 ARGUMENTS: dict[str, Any] = {
@@ -36,22 +33,6 @@ FIGURES = {
         "skipped",
     )
 }  # fmt: skip
-
-
-class HeldBucket(BucketMiddleware):
-    """Nothing is put as long as the gate is shut, and whatever is put fails as long as it is down."""
-
-    def __init__(self, inner: Bucket) -> None:
-        super().__init__(inner)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.down = False
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        assert self.gate.wait(300)
-        if self.down:
-            raise StoreError("the store is down; wait")
-        self._inner.put(key, data, if_absent=if_absent)
 
 
 class Settled(TrainerCallback):

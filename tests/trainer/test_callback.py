@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from tests.support.adapters import adapted
+from tests.support.publishers import Down, Gated, Hook, Hooked, nothing
 from tests.support.publishing import Tensors, assert_holds
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import (
     FIGURES,
     SIZES,
-    HeldBucket,
     Logged,
     Settled,
     checkpoint_of,
@@ -35,7 +35,6 @@ from tests.support.trainers import (
     trainer_of,
 )
 from trainer_side import DeltaSyncCallback, Publisher, PublishResult
-from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
 
@@ -155,6 +154,7 @@ def test_what_training_puts_back_is_published_last(model: PreTrainedModel, url: 
 
 def test_a_failure_is_logged_and_made_up_for(
     model: PreTrainedModel,
+    bucket: Hooked,
     url: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -168,49 +168,45 @@ def test_a_failure_is_logged_and_made_up_for(
         return results[-1]
 
     monkeypatch.setattr(Publisher, "publish", noted)
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        callback = DeltaSyncCallback(bucket=bucket)
-        seen = Settled(callback, wait=False)
+    callback = DeltaSyncCallback(bucket=bucket)
+    seen = Settled(callback, wait=False)
 
-        def settle(down: bool | None = None) -> None:
-            deadline = time.monotonic() + 60
-            while not results[-1].done and time.monotonic() < deadline:
-                time.sleep(0.005)
-            bucket.down = bucket.down if down is None else down
+    def settle(before: Hook | None = None) -> None:
+        deadline = time.monotonic() + 60
+        while not results[-1].done and time.monotonic() < deadline:
+            time.sleep(0.005)
+        bucket.before = before or bucket.before
 
-        seen.at = dict.fromkeys((2, 4, 5, 6), settle)
-        seen.at |= {1: lambda: settle(True), 3: lambda: settle(False)}
-        with caplog.at_level(logging.WARNING, "trainer_side.integrations.training"):
-            trainer_of(model, tmp_path, [callback, seen], max_steps=6).train()
+    seen.at = dict.fromkeys((2, 4, 5, 6), settle)
+    seen.at |= {1: lambda: settle(Down("")), 3: lambda: settle(nothing)}
+    with caplog.at_level(logging.WARNING, "trainer_side.integrations.training"):
+        trainer_of(model, tmp_path, [callback, seen], max_steps=6).train()
     run = open_run(url)
     assert steps_of(run) == [1, 4, 5, 6]
     assert_holds(run, 4, seen.weights[6])
     said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.integrations.training"]
     assert len(said) == 2
     assert "training continues" in said[0]
-    assert "the store is down" in said[0]
+    assert "the store is away" in said[0]
     assert said[1] == "version 2 is published: publishing works again"
 
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_failure_ends_training_where_that_is_wanted_and_the_end_tells_of_it_where_not(
-    stop: bool, model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stop: bool, model: PreTrainedModel, bucket: Hooked, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        callback = DeltaSyncCallback(bucket=bucket, stop_on_error=stop, close_seconds=0.5)
-        seen = Settled(callback, wait=False)
-        seen.at[1] = lambda: setattr(bucket, "down", True)
-        trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=50 if stop else 3)
-        if stop:
-            with pytest.raises((PublishError, StoreError), match="the store is down"):
-                trainer.train()
-            assert trainer.state.global_step < 50
-        else:
+    callback = DeltaSyncCallback(bucket=bucket, stop_on_error=stop, close_seconds=0.5)
+    seen = Settled(callback, wait=False)
+    seen.at[1] = lambda: setattr(bucket, "before", Down(""))
+    trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=50 if stop else 3)
+    if stop:
+        with pytest.raises((PublishError, StoreError), match="the store is away"):
             trainer.train()
-            end = "training has ended at step 3, and its last weights are not published: step 3, the last one, is not"
-            assert end in caplog.text
+        assert trainer.state.global_step < 50
+    else:
+        trainer.train()
+        end = "training has ended at step 3, and its last weights are not published: step 3, the last one, is not"
+        assert end in caplog.text
     assert callback.publisher is None
 
 
@@ -295,28 +291,26 @@ def test_all_loggers_get_the_metrics_of_each_version(model: PreTrainedModel, url
 
 
 def test_skips_are_told_once(
-    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: PreTrainedModel, bucket: Hooked, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        callback = DeltaSyncCallback(bucket=bucket)
-        logged, seen = Logged(), Settled(callback, wait=False)
+    callback, gate = DeltaSyncCallback(bucket=bucket), Gated("")
+    logged, seen = Logged(), Settled(callback, wait=False)
 
-        def settle() -> None:
-            assert callback.publisher is not None
-            callback.publisher.flush()
+    def settle() -> None:
+        assert callback.publisher is not None
+        callback.publisher.flush()
 
-        def hold() -> None:
-            settle()
-            bucket.gate.clear()
+    def hold() -> None:
+        settle()
+        bucket.before = gate
 
-        def let_go() -> None:
-            bucket.gate.set()
-            settle()
+    def let_go() -> None:
+        gate.open.set()
+        settle()
 
-        seen.at = {1: hold, 5: let_go, 6: settle}
-        with caplog.at_level(logging.INFO, "trainer_side.session"):
-            trainer_of(model, tmp_path, [callback, logged, seen], max_steps=7).train()
+    seen.at = {1: hold, 5: let_go, 6: settle}
+    with caplog.at_level(logging.INFO, "trainer_side.session"):
+        trainer_of(model, tmp_path, [callback, logged, seen], max_steps=7).train()
     assert steps_of(open_run(url)) == [1, 2, 6, 7]
     assert [line["delta_sync/skipped"] for line in logged.published] == [0, 0, 3, 0]
     first, second = (record.getMessage() for record in caplog.records)
@@ -351,21 +345,19 @@ def test_the_documentation_runs(tmp_path: Path) -> None:
         run.verify(checkpoint)
 
 
-def test_results_give_metrics_to_loops_of_ones_own(model: PreTrainedModel, url: str) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        with Publisher(model, bucket=bucket) as publisher:
-            bucket.gate.clear()
-            with torch.no_grad():
-                model.model.norm.weight[:3] += 1
-            result = publisher.publish(step=5)
-            skipped = publisher.publish(step=6)
-            assert [result.done, skipped.done, skipped.failed] == [False, True, False]
-            assert skipped.metrics() == {"delta_sync/skipped": 1}
-            bucket.gate.set()
-            metrics = result.metrics()
-            assert [result.done, result.failed] == [True, False]
-            assert metrics.keys() == FIGURES
-            assert metrics["delta_sync/changed_percent"] == pytest.approx(100 * 3 / result.total)
-            assert (metrics["delta_sync/version"], metrics["delta_sync/step"]) == (1, 5)
-            assert metrics["delta_sync/payload_bytes"] == result.payload_bytes > 0
+def test_results_give_metrics_to_loops_of_ones_own(model: PreTrainedModel, bucket: Hooked) -> None:
+    with Publisher(model, bucket=bucket) as publisher:
+        gate = bucket.before = Gated("")
+        with torch.no_grad():
+            model.model.norm.weight[:3] += 1
+        result = publisher.publish(step=5)
+        skipped = publisher.publish(step=6)
+        assert [result.done, skipped.done, skipped.failed] == [False, True, False]
+        assert skipped.metrics() == {"delta_sync/skipped": 1}
+        gate.open.set()
+        metrics = result.metrics()
+        assert [result.done, result.failed] == [True, False]
+        assert metrics.keys() == FIGURES
+        assert metrics["delta_sync/changed_percent"] == pytest.approx(100 * 3 / result.total)
+        assert (metrics["delta_sync/version"], metrics["delta_sync/step"]) == (1, 5)
+        assert metrics["delta_sync/payload_bytes"] == result.payload_bytes > 0

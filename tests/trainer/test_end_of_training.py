@@ -8,24 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Gated, Hooked, Trainer, assert_holds, publish
+from tests.support.publishers import Down, FailAt, Gated, Hooked, Trainer, assert_holds, publish
 from trainer_side import Budget, Gate, Publisher, PublishResult
 from trainer_side.integrations.training import TrainingPublisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, GateError, PublishError, PublishTimeoutError, StoreError, UsageError
-
-
-class Down:
-    """A hook that fails as long as it is down, at keys that begin as given."""
-
-    def __init__(self, *prefixes: str) -> None:
-        self._prefixes = prefixes
-        self.down, self.tries = True, 0
-
-    def __call__(self, key: str) -> None:
-        if self.down and key.startswith(self._prefixes):
-            self.tries += 1
-            raise StoreError("the store is away")
 
 
 def steps_of(bucket: Hooked) -> list[int | None]:

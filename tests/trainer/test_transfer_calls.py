@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.support.publishers import Down, Hooked, nothing
 from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint
-from tests.support.trainers import SIZES, HeldBucket, steps_of, threads_of_ours
+from tests.support.trainers import SIZES, steps_of, threads_of_ours
 from trainer_side import Publisher
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
@@ -144,15 +145,14 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize("missing", ["base", "store"])
-def test_what_is_missing_ends_the_beginning(missing: str, url: str, base: Path, tmp_path: Path) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        bucket.down = missing == "store"
-        transfer = DeltaWeightTransfer(bucket, base if bucket.down else tmp_path / "none", stop_on_error=False)
-        with pytest.raises(StoreError if bucket.down else NotFoundError, match=r"is down|does not exist"):
-            transfer.init_weight_transfer()
-        assert transfer.publisher is None
-        transfer.destroy()
+def test_what_is_missing_ends_the_beginning(missing: str, bucket: Hooked, base: Path, tmp_path: Path) -> None:
+    store = bucket.before = Down("")
+    store.down = missing == "store"
+    transfer = DeltaWeightTransfer(bucket, base if store.down else tmp_path / "none", stop_on_error=False)
+    with pytest.raises(StoreError if store.down else NotFoundError, match=r"is away|does not exist"):
+        transfer.init_weight_transfer()
+    assert transfer.publisher is None
+    transfer.destroy()
 
 
 def test_resume_waits_until_the_version_is_served(url: str, base: Path, weights: Weights) -> None:
@@ -197,23 +197,21 @@ def test_resume_says_who_is_late(url: str, base: Path, weights: Weights, caplog:
     lenient.destroy()
 
 
-def test_a_failure_is_raised_and_made_up_for(url: str, base: Path, weights: Weights) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        transfer = DeltaWeightTransfer(bucket, base)
-        transfer.init_weight_transfer()
-        weights.change()
-        bucket.down = True
-        transfer.send_weights(weights.stream())
-        stream = weights.stream()
-        with pytest.raises(PublishError, match="the store is down"):
-            transfer.send_weights(stream)
-        assert not stream.left
-        assert open_run(url).head().version == 0
-        bucket.down = False
-        weights.change()
-        transfer.send_weights(weights.stream())
-        transfer.destroy()
+def test_a_failure_is_raised_and_made_up_for(bucket: Hooked, url: str, base: Path, weights: Weights) -> None:
+    transfer = DeltaWeightTransfer(bucket, base)
+    transfer.init_weight_transfer()
+    weights.change()
+    store = bucket.before = Down("")
+    transfer.send_weights(weights.stream())
+    stream = weights.stream()
+    with pytest.raises(PublishError, match="the store is away"):
+        transfer.send_weights(stream)
+    assert not stream.left
+    assert open_run(url).head().version == 0
+    store.down = False
+    weights.change()
+    transfer.send_weights(weights.stream())
+    transfer.destroy()
     assert [manifest.version for manifest in open_run(url).log()] == [0, 1]
     assert_holds(open_run(url), 1, weights.served, base)
 
@@ -253,40 +251,38 @@ def test_a_send_that_breaks_off_leaves_nothing_behind(
     assert_holds(open_run(url), 1, weights.served, base)
 
 
-def test_the_end_hides_no_error(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        transfer = DeltaWeightTransfer(bucket, base, close_seconds=2)
+def test_the_end_hides_no_error(bucket: Hooked, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
+    transfer = DeltaWeightTransfer(bucket, base, close_seconds=2)
 
-        def training() -> None:
-            try:
-                transfer.init_weight_transfer()
-                weights.change()
-                bucket.down = True
-                transfer.send_weights(weights.stream())
-                raise RuntimeError("training has failed")
-            finally:
-                transfer.destroy()
-
-        with pytest.raises(RuntimeError, match="training has failed"):
-            training()
-        assert transfer.publisher is None
-        assert "closing the publisher: version 1 (step 1) could not be made durable" in caplog.text
-
-        def again() -> None:
-            bucket.down = False
-            transfer.init_weight_transfer()
-            bucket.down = True
-            transfer.send_weights(weights.stream())
-            with pytest.raises(DeltaSyncError, match="the store is down"):
-                transfer.destroy()
-            assert transfer.publisher is None
-
-        again()
+    def training() -> None:
         try:
-            raise RuntimeError("of a training before")
-        except RuntimeError:
-            again()
+            transfer.init_weight_transfer()
+            weights.change()
+            bucket.before = Down("")
+            transfer.send_weights(weights.stream())
+            raise RuntimeError("training has failed")
+        finally:
+            transfer.destroy()
+
+    with pytest.raises(RuntimeError, match="training has failed"):
+        training()
+    assert transfer.publisher is None
+    assert "closing the publisher: version 1 (step 1) could not be made durable" in caplog.text
+
+    def again() -> None:
+        bucket.before = nothing
+        transfer.init_weight_transfer()
+        bucket.before = Down("")
+        transfer.send_weights(weights.stream())
+        with pytest.raises(DeltaSyncError, match="the store is away"):
+            transfer.destroy()
+        assert transfer.publisher is None
+
+    again()
+    try:
+        raise RuntimeError("of a training before")
+    except RuntimeError:
+        again()
 
 
 def test_a_training_that_fails_leaves_no_handler_of_sigterm(transfer: DeltaWeightTransfer, weights: Weights) -> None:

@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
+from tests.support.publishers import Down, Hooked
 from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint, train_steps
-from tests.support.trainers import SIZES, HeldBucket
+from tests.support.trainers import SIZES
 from tests.trainer.sharded.models import fsdp
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.integrations.trl import DeltaWeightTransfer
-from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError
 
@@ -51,7 +51,9 @@ def train(rank: int, size: int, folder: str, family: str) -> list[str | None]:
     model: Any = fsdp(make_model(family, **SIZES))
     # What TRL's trainer is of it here: an object whose weights TRL's own method streams.
     trainer = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model)
-    bucket = HeldBucket(open_bucket(f"{folder}/run"))
+    bucket = Hooked(Path(folder) / "run")
+    store = bucket.before = Down("")
+    store.down = False
     transfer = DeltaWeightTransfer(bucket, f"{folder}/base") if rank == 0 else None
     if transfer is not None:
         save_checkpoint(make_model(family, **SIZES), Path(folder) / "base")
@@ -60,7 +62,7 @@ def train(rank: int, size: int, folder: str, family: str) -> list[str | None]:
     if transfer is not None and transfer.publisher is not None:
         transfer.publisher.flush()
     for down in (True, True, False):
-        bucket.down = down
+        store.down = down
         next(steps)
         failures.append(sync(rank, trainer, transfer))
     trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
