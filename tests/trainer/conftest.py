@@ -1,6 +1,7 @@
 """Fixtures of the trainer's tests: a bucket that calls back, a small trainer, a process that ranks are forked from."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.support.publishers import Hooked, Trainer
-from tests.trainer.sharded.nursery import Nursery, opened
+from tests.trainer.sharded.nursery import Nursery
 
 
 @pytest.fixture
@@ -39,5 +40,5 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with opened(tmp_path_factory.mktemp("nursery")) as made:
+    with closing(Nursery(tmp_path_factory.mktemp("nursery"))) as made:
         yield made

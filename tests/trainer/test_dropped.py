@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.notices import LOOPBACK
-from tests.support.publishers import Hooked
+from tests.support.publishers import Gated, Hooked
 from tests.support.publishing import assert_holds, snapshot
 from tests.support.signed import Keys
 from tests.support.tiny import make_model, save_checkpoint
@@ -89,12 +89,11 @@ def test_publisher_and_model_are_freed_and_every_thread_ends(
 
 
 def test_version_under_way_is_finished_first(
-    tmp_path: Path, earlier: set[threading.Thread], caplog: pytest.LogCaptureFixture
+    bucket: Hooked, earlier: set[threading.Thread], caplog: pytest.LogCaptureFixture
 ) -> None:
-    bucket, opened = Hooked(tmp_path / "run"), threading.Event()
     model = plain()
     publisher = Publisher(model, bucket)
-    bucket.before = lambda key: None if opened.wait(SECONDS) else pytest.fail("the store stayed shut")
+    gate = bucket.before = Gated("")
     move(model)
     expected = snapshot(model.state_dict())
     result = publisher.publish(step=1)
@@ -103,7 +102,7 @@ def test_version_under_way_is_finished_first(
     gc.collect()
     assert not result.done
     assert "without close()" not in caplog.text
-    opened.set()
+    gate.open.set()
     assert_gone(*kept, earlier=earlier)
     assert result.payload_bytes
     assert_holds(open_run(bucket.url), 1, expected)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.publishers import Hooked, Trainer, assert_stopped, publish
+from tests.support.publishers import Hooked, Once, Trainer, assert_stopped, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import base as bucket_base
@@ -93,15 +93,12 @@ def test_a_manifest_that_was_written_over_is_left_and_stops_its_writer(shared: S
 def test_a_claim_that_came_while_the_manifest_was_written_stops_its_writer(shared: Shared, trainer: Trainer) -> None:
     publisher = Publisher(trainer.live, shared)
 
-    def claim(key: str) -> None:
-        if key == version_key(1):
-            digest = open_run(shared.url).manifest(0).digest
-            made = Claim(
-                run=publisher.run, epoch=1, version=0, manifest=digest, writer="f" * 32, created_at=timestamp()
-            )
-            shared.overwrite(claim_key(1), made.to_bytes())
+    def claim() -> None:
+        digest = open_run(shared.url).manifest(0).digest
+        made = Claim(run=publisher.run, epoch=1, version=0, manifest=digest, writer="f" * 32, created_at=timestamp())
+        shared.overwrite(claim_key(1), made.to_bytes())
 
-    shared.after = claim
+    shared.after = Once(version_key(1), claim)
     trainer.step()
     publisher.publish(step=1)
     assert_stopped(publisher, "taken over the run")
@@ -127,11 +124,7 @@ def test_of_two_starts_the_one_whose_run_json_stays_has_the_url(shared: Shared, 
 
 
 def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(shared: Shared, trainer: Trainer) -> None:
-    def replace(key: str) -> None:
-        if key.startswith("objects/"):
-            shared.overwrite(RUN_KEY, their_run(shared.get(RUN_KEY)))
-
-    shared.after = replace
+    shared.after = Once("objects/", lambda: shared.overwrite(RUN_KEY, their_run(shared.get(RUN_KEY))))
     with pytest.raises(ConflictError, match="another run was started"):
         Publisher(trainer.live, shared)
     found = [info.key for info in shared.list()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Hooked, Trainer, nothing
+from tests.support.publishers import FailAt, Hooked, Once, Trainer, nothing
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -149,14 +149,12 @@ def test_start_of_another_model_is_replaced_too(bucket: Hooked, trainer: Trainer
 def test_overtaken_start_ends_and_spares_the_other(when: str, fails: bool, bucket: Hooked, trainer: Trainer) -> None:
     again = Hooked(bucket.folder)
 
-    def overtake(key: str) -> None:
-        if key.startswith("objects/"):
-            setattr(bucket, when, nothing)
-            expect_run(again, trainer)
-            if fails:
-                raise StoreError("injected")
+    def overtake() -> None:
+        expect_run(again, trainer)
+        if fails:
+            raise StoreError("injected")
 
-    setattr(bucket, when, overtake)
+    setattr(bucket, when, Once("objects/", overtake))
     with pytest.raises(StoreError if fails else ConflictError, match="injected" if fails else "in place of this one"):
         Publisher(trainer.live, bucket)
     assert open_run(bucket.url).verify().head == 1

@@ -14,8 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,16 +84,6 @@ class Nursery:
     def _read(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
-
-
-@contextmanager
-def opened(folder: Path) -> Iterator[Nursery]:
-    """A nursery, closed at exit."""
-    nursery = Nursery(folder)
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
