@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, saved, train
+from tests.support.architectures import TRANSFORMERS, adamw, qwen3, qwen3_moe, saved, train
 from tests.support.publishing import assert_same
 from trainer_side import Publisher
 from trainer_side.model.conversion_trace import Replay, View, trace
@@ -30,19 +30,6 @@ def test_models_are_read_as_saved_and_not_copied(build: Callable[[], PreTrainedM
     assert_same(dict(live.read()), saved(model, tmp_path / "after"))
     owned = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     assert {tensor.untyped_storage().data_ptr() for tensor in dict(live.read()).values()} <= owned
-
-
-def test_plain_module_is_published_under_its_own_names() -> None:
-    model = Plain()
-    live = live_tensors(model)
-    state = model.state_dict()
-    assert live.aliases == {"head.weight": "embed.weight"}
-    del state["head.weight"]
-    assert_same(dict(live.read()), state)
-    assert live.tensors["norm.num_batches_tracked"].dtype == torch.int64
-    assert live.tensors["nothing"].shape == (0, 4)
-    train(model, adamw(model))
-    assert_same(dict(live.read()), {name: tensor for name, tensor in model.state_dict().items() if name in state})
 
 
 def test_changed_layout_in_memory_is_followed(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from tests.support.publishers import (
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
-    ChainError,
     LimitError,
     NotFoundError,
     PublishError,
@@ -30,7 +29,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.manifest import Manifest, version_key
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.tags import set_tag
 
@@ -188,19 +187,6 @@ def test_one_break_too_many_is_refused_before_anything_is_published(
         history.append(trainer.copy())
     assert breaks(bucket) == [(3, 0)]
     assert_history(bucket, history)
-
-
-def test_beside_a_damaged_manifest_there_is_no_rebase(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 3)
-        following = bucket.get(version_key(2))
-        bucket.put(version_key(2), b"{")
-        with pytest.raises(ChainError, match="version 2"):
-            publisher.rebase(1)
-        assert open_run(bucket.url).tags() == {}
-        bucket.put(version_key(2), following)
-        publish(publisher, trainer, 1)
-    assert breaks(bucket) == []
 
 
 def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, trainer: Trainer) -> None:

@@ -204,7 +204,6 @@ PUBLISH_AND_END = """
 import sys
 from tests.support.publishers import Trainer
 from trainer_side import Publisher
-from trainer_side.diff import reader as detection_live
 trainer = Trainer()
 publisher = Publisher(trainer.live, sys.argv[1])
 trainer.step()
