@@ -143,10 +143,6 @@ def test_budget_that_holds_nothing_back_writes_what_none_writes(tmp_path: Path) 
 # When a version is exact
 
 
-def exact_versions(url: str) -> list[bool]:
-    return [manifest.held_back is None for manifest in open_run(url).log()]
-
-
 def test_exact_version_is_published_between_every_kth_call(bucket: Hooked) -> None:
     live = {"a": torch.ones(50)}
     with Publisher(live, bucket, every=3, budget=Budget(max_share=0.1)) as publisher:
@@ -180,7 +176,7 @@ def test_close_adds_no_version_without_need(bucket: Hooked) -> None:
         publish_and_fail(Publisher(live, bucket, budget=Budget(max_share=0.1)), live)
     # Nothing was published here.
     Publisher(live, bucket, budget=Budget(max_share=0.1)).close()
-    assert exact_versions(bucket.url) == [True, False]
+    assert [manifest.held_back is None for manifest in open_run(bucket.url).log()] == [True, False]
 
 
 def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -43,26 +43,17 @@ def test_frozen_parameters_are_published_once_and_cost_nothing_until_they_thaw(u
 # What counts as a weight
 
 
-class Buffers(nn.Module):
-    kept: torch.Tensor
-    scratch: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-        self.register_buffer("kept", torch.arange(4))
-        self.register_buffer("scratch", torch.zeros(4), persistent=False)
-
-
 def test_persistent_buffers_are_published_and_others_are_not(url: str) -> None:
-    model = Buffers()
-    history = [snapshot({"weight": model.weight, "kept": model.kept})]
+    model, kept, scratch = nn.Linear(2, 2), torch.arange(4), torch.zeros(4)
+    model.register_buffer("kept", kept)
+    model.register_buffer("scratch", scratch, persistent=False)
+    history = [published(model)]
     with Publisher(model, url) as publisher:
-        model.kept += 3
-        model.scratch += 1
+        kept += 3
+        scratch += 1
         assert publisher.publish(step=1, wait=True).changed == 4
-        history.append(snapshot({"weight": model.weight, "kept": model.kept}))
-        model.scratch.resize_(9)
+        history.append(published(model))
+        scratch.resize_(9)
         assert publisher.publish(step=2, wait=True).changed == 0
         history.append(history[-1])
     assert_versions(url, history)

@@ -245,7 +245,7 @@ def operations(rank: int, size: int, folder: str, guarded: bool) -> None:
         publisher.flush()
         # Another publisher takes the run over.
         if rank == 0:
-            Publisher(list(whole_of(trained).items()), folder).close()
+            Publisher(trained.expected[max(trained.expected)], folder).close()
         distributed.barrier()
         trained.train()
         publisher.publish(trained.step)
@@ -253,10 +253,6 @@ def operations(rank: int, size: int, folder: str, guarded: bool) -> None:
         refused(lambda: publisher.publish(trained.step), ConflictError, "another publisher")
         refused(publisher.close, ConflictError, "another publisher")
     trained.check()
-
-
-def whole_of(trained: Trained) -> dict[str, torch.Tensor]:
-    return trained.expected[max(trained.expected)]
 
 
 def refusals(rank: int, size: int, folder: str, key: str) -> None:
