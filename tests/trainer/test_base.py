@@ -1,13 +1,13 @@
 """Version 0 is a reference to the base that is given, or a snapshot; bases that do not fit are refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import adamw, qwen3, qwen3_moe, saved, train
+from tests.support.checkpoints import write_checkpoint
 from tests.support.publishing import assert_holds, assert_same, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -90,37 +90,31 @@ def test_a_resized_embedding_is_refused_with_a_way_out_that_works(url: str, tmp_
         assert_holds(open_run(url), 0, saved(model, tmp_path / "resized"))
 
 
-def base_refusals(base: Path) -> dict[str, tuple[Any, Path, type[Exception], str]]:
-    weight = torch.randn(4, 2)
-    save_file({"w": weight, "n": torch.zeros(3, dtype=torch.int64)}, base / "model.safetensors")
-    (base / "empty").mkdir(exist_ok=True)
-    (base / "fp8").mkdir(exist_ok=True)
-    save_file({"w": weight.to(torch.float8_e4m3fn)}, base / "fp8" / "model.safetensors")
-    return {
-        "no folder": ([("w", weight)], base / "none", NotFoundError, "does not exist"),
-        "no checkpoint": ([("w", weight)], base / "empty", NotFoundError, "only safetensors"),
-        "unknown tensor": ([("v", weight)], base, TensorMismatchError, "'v' of the model is not among the 2"),
-        "shape": ([("w", weight.t())], base, TensorMismatchError, r"'w' is F32 \[4, 2\] in base"),
-        "kind of number": ([("n", torch.zeros(3))], base, TensorMismatchError, "'n' is I64"),
-        "fp8": ([("w", weight)], base / "fp8", ModelError, "needs scales"),
-        "integer width": (
-            [("n", torch.zeros(3, dtype=torch.int32))], base, TensorMismatchError,
-            r"'n' is torch\.int32, but 'n' is I64 in base .*; give it as torch\.int64",
-        ),
-        "bool": ([("n", torch.zeros(3, dtype=torch.bool))], base, TensorMismatchError, r"'n' is torch\.bool"),
-        "scales": (
-            [("w", torch.ones(4, 2).to(torch.float8_e8m0fnu))], base, TensorMismatchError, r"float8_e8m0fnu, .* F32"
-        ),
-    }  # fmt: skip
+WEIGHT = torch.zeros(4, 2)
+MISFITS: dict[str, tuple[str, str, torch.Tensor, type[Exception], str]] = {
+    "no folder": ("none", "w", WEIGHT, NotFoundError, "does not exist"),
+    "no checkpoint": ("empty", "w", WEIGHT, NotFoundError, "only safetensors"),
+    "unknown tensor": ("base", "v", WEIGHT, TensorMismatchError, "'v' of the model is not among the 2"),
+    "shape": ("base", "w", WEIGHT.t(), TensorMismatchError, r"'w' is F32 \[4, 2\] in base"),
+    "kind of number": ("base", "n", torch.zeros(3), TensorMismatchError, "'n' is I64"),
+    "fp8": ("fp8", "w", WEIGHT, ModelError, "needs scales"),
+    "integer width": (
+        "base", "n", torch.zeros(3, dtype=torch.int32), TensorMismatchError,
+        r"'n' is torch\.int32, but 'n' is I64 in base .*; give it as torch\.int64",
+    ),
+    "bool": ("base", "n", torch.zeros(3, dtype=torch.bool), TensorMismatchError, r"'n' is torch\.bool"),
+    "scales": (
+        "base", "w", WEIGHT.to(torch.float8_e8m0fnu), TensorMismatchError, r"float8_e8m0fnu, .* F32"
+    ),
+}  # fmt: skip
 
 
-BASE_CASES = ["no folder", "no checkpoint", "unknown tensor", "shape", "kind of number", "fp8"]
-BASE_CASES += ["integer width", "bool", "scales"]
-
-
-@pytest.mark.parametrize("case", BASE_CASES)
+@pytest.mark.parametrize("case", MISFITS)
 def test_base_that_does_not_fit_is_refused_before_anything_is_written(case: str, url: str, tmp_path: Path) -> None:
-    model, base, error, message = base_refusals(tmp_path)[case]
+    folder, name, tensor, error, message = MISFITS[case]
+    (tmp_path / "empty").mkdir()
+    write_checkpoint(tmp_path / "base", {"w": WEIGHT, "n": torch.zeros(3, dtype=torch.int64)})
+    write_checkpoint(tmp_path / "fp8", {"w": WEIGHT.to(torch.float8_e4m3fn)})
     with pytest.raises(error, match=message):
-        Publisher(model, url, base=base)
+        Publisher({name: tensor}, url, base=tmp_path / folder)
     assert not Path(url).exists()
