@@ -3,14 +3,12 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, same_bits, train
+from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, train
 from tests.support.publishing import Tensors, assert_versions, published, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -132,43 +130,6 @@ def test_new_parameter_objects_are_followed_in_a_module_and_by_a_function_not_in
     assert_versions(f"{url}-module", [old, new])
     assert_versions(f"{url}-function", [old, new])
     assert_versions(f"{url}-list", [old, old])
-
-
-@pytest.mark.parametrize("form", ["module", "function"])
-def test_averaged_weights_are_published_while_others_train(form: str, url: str) -> None:
-    model = qwen3(tied=False)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-    optimizer = adamw(model, 1e-2)
-    given: Any = average.module if form == "module" else lambda: average.module.state_dict().items()
-    history = [snapshot(average.module.state_dict())]
-    with Publisher(given, url) as publisher:
-        for step in range(1, 4):
-            train(model, optimizer)
-            average.update_parameters(model)
-            publisher.publish(step, wait=True)
-            history.append(snapshot(average.module.state_dict()))
-    assert not same_bits(history[-1]["lm_head.weight"], model.lm_head.weight.detach())
-    assert_versions(url, history)
-
-
-# Wrappers
-
-
-@pytest.mark.parametrize("wrapper", ["compiled", "compiled in place", "data parallel", "compiled data parallel"])
-def test_wrapped_models_have_the_names_of_the_model_inside(wrapper: str, url: str) -> None:
-    model = qwen3(tied=True)
-    whole: Any = model
-    if wrapper == "compiled in place":
-        model.compile(backend="eager")
-    if wrapper.endswith("data parallel"):
-        whole = nn.DataParallel(whole)
-    if wrapper.startswith("compiled") and wrapper != "compiled in place":
-        whole = torch.compile(whole, backend="eager")
-    before = published(model)
-    with Publisher(whole, url) as publisher:
-        train(whole, adamw(model, 1e-2))
-        publisher.publish(1)
-    assert_versions(url, [before, published(model)])
 
 
 # Two in one process

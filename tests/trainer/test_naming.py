@@ -45,8 +45,8 @@ def test_wrappers_add_nothing_to_names(tmp_path: Path) -> None:
     model = qwen3()
     expected = saved(model, tmp_path)
     model.model.layers[1] = torch.compile(model.model.layers[1])
-    wrapped = nn.parallel.DistributedDataParallel(torch.compile(model))
-    assert_same(dict(live_tensors(wrapped).read()), expected)
+    for wrapped in (nn.parallel.DistributedDataParallel(torch.compile(model)), torch.compile(nn.DataParallel(model))):
+        assert_same(dict(live_tensors(wrapped).read()), expected)
 
 
 def test_attribute_that_is_named_like_a_wrappers_stays() -> None:
