@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import write_checkpoint
+from tests.support.gating import INF, NAN, disturb, odd_tensors
 from tests.support.publishers import FailAt, Hooked, assert_holds, nothing
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.diff.baseline import Baseline
@@ -29,7 +30,6 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 Tensors = dict[str, torch.Tensor]
-NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
@@ -247,15 +247,8 @@ class World:
     """A trainer, its publisher and its run, and what the run must hold."""
 
     def __init__(self, folder: Path, budget: Budget, codec: Any) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.live: Tensors = {
-            "a": torch.randn(60, generator=generator).bfloat16(),
-            "b": torch.randn(6, 10, generator=generator),
-            "c": torch.randn(40, generator=generator).half(),
-            "d": torch.arange(30),
-            "f": torch.randn(10, generator=generator).double(),
-        }
-        self.live["b"][0, :4] = torch.tensor([NAN, 0.0, -0.0, 1e-45])
+        self.live = odd_tensors()
+        del self.live["e"]  # which no budget takes
         self.bucket, self.budget, self.codec = Hooked(folder / "run"), budget, codec
         self.versions = [self.copy()]
         self.base = 0
@@ -267,18 +260,6 @@ class World:
 
     def copy(self) -> Tensors:
         return {name: tensor.clone() for name, tensor in self.live.items()}
-
-    def disturb(self, name: str, seed: int, how: str) -> None:
-        flat, generator = self.live[name].view(-1), torch.Generator().manual_seed(seed)
-        many = flat.numel() if how == "all" else 1 + seed % 9
-        chosen = torch.randperm(flat.numel(), generator=generator)[:many]
-        if not flat.is_floating_point():
-            flat[chosen] += 1
-        elif how == "odd":
-            odd = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1e-45, 6e-8])
-            flat[chosen] = odd[torch.randint(7, (many,), generator=generator)].to(flat.dtype)
-        else:
-            flat[chosen] = (flat[chosen].double() * (1 + 0.1 * torch.randn(many, generator=generator))).to(flat.dtype)
 
     def rebase(self, version: int) -> None:
         self.base = version % len(self.versions)
@@ -407,7 +388,7 @@ def test_nothing_is_lost(steps: list[tuple[str, Any, Any]], budget: Budget, code
                     if how == "fail":
                         world.bucket.before = FailAt(what)
                     else:
-                        world.disturb(what, value, how)
+                        disturb(world.live[what], value, how)
                     world.publish()
             world.publish(exact=True)
         finally:
