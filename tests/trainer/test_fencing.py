@@ -21,10 +21,14 @@ from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
 
 
-@pytest.fixture(params=["near", "far"], autouse=True)
-def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[False, True], ids=["near", "far"], autouse=True)
+def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A writer makes its checks before a commit in sequence, or together and while its objects are being stored."""
-    monkeypatch.setattr(writer, "is_remote", lambda url: request.param == "far")
+    monkeypatch.setattr(writer, "is_remote", lambda url: request.param)
+    return bool(request.param)
+
+
+FAR = pytest.mark.parametrize("remote", [True], ids=["far"], indirect=True)
 
 
 def epochs(bucket: Hooked) -> list[int]:
@@ -47,11 +51,9 @@ def overtaken(
     return later, mine
 
 
-def test_a_version_passes_a_remote_store_in_two_round_trips(
-    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@FAR
+def test_a_version_passes_a_remote_store_in_two_round_trips(bucket: Hooked, trainer: Trainer) -> None:
     """The checks begin while the object is being stored."""
-    monkeypatch.setattr(writer, "is_remote", lambda url: True)
     checked = {RUN_KEY: threading.Event(), claim_key(1): threading.Event()}
 
     def check(key: str) -> None:
@@ -72,11 +74,11 @@ def test_a_version_passes_a_remote_store_in_two_round_trips(
         publisher.flush()
 
 
+@FAR
 @pytest.mark.parametrize(("seconds", "checks"), [(120.0, 1), (0.0, 2)])
 def test_checks_that_began_long_ago_are_made_again(
     bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, seconds: float, checks: int
 ) -> None:
-    monkeypatch.setattr(writer, "is_remote", lambda url: True)
     monkeypatch.setattr(writer, "EARLY_SECONDS", seconds)
     looked: list[str] = []
     with Publisher(trainer.live, bucket) as publisher:
@@ -87,10 +89,9 @@ def test_checks_that_began_long_ago_are_made_again(
     assert looked.count(claim_key(1)) == checks
 
 
-@pytest.mark.parametrize("remote", [True, False])
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_checks_begin_early_only_where_that_saves_time_and_the_store_keeps_writers_apart(
-    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, remote: bool, exclusive: bool
+    remote: bool, exclusive: bool, bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(function: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
@@ -98,7 +99,6 @@ def test_checks_begin_early_only_where_that_saves_time_and_the_store_keeps_write
         future.set_result(None)
         return future
 
-    monkeypatch.setattr(writer, "is_remote", lambda url: remote)
     monkeypatch.setattr(writer, "start_call", call)
     monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     bucket.supports_conditional_put = exclusive
