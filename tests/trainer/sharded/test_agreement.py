@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.checkpoints import write_checkpoint
-from tests.support.publishers import FailAt, Hooked, Late, Trainer, flip, nothing
+from tests.support.publishers import FailAt, Gated, Hooked, Late, Trainer, flip, nothing
 from tests.trainer.sharded.models import Mixed, built, fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Publisher
@@ -190,17 +190,12 @@ def silent_after(fail: FailAt) -> Callable[[str], None]:
     return reading
 
 
-def held_up(go_on: threading.Event) -> None:
-    assert go_on.wait(120)
-
-
 def skipping(rank: int, size: int, folder: str) -> list[Any]:
     trained = Trained(rank, folder)
-    go_on = threading.Event()
-    found = []
+    gate, found = Gated(""), []
     with Publisher(trained.model, trained.bucket, every=2) as publisher:
         if rank == 1:
-            trained.bucket.before = lambda key: held_up(go_on)
+            trained.bucket.before = gate
         for call in range(6):
             trained.train()
             found.append(publisher.publish(trained.step).version)
@@ -208,7 +203,7 @@ def skipping(rank: int, size: int, folder: str) -> list[Any]:
                 trained.note(1)
             if call == 4:
                 # All calls that are due are skipped while one rank's store is slow: here only rank 1's is.
-                go_on.set()
+                gate.open.set()
                 publisher.flush()
         trained.note(2)
     trained.check()
@@ -314,22 +309,6 @@ def out_of_step(rank: int, size: int, folder: str) -> None:
     refused(lambda: publisher.flush() if rank == 1 else publisher.publish(1), PublishError, "every rank")
     refused(publisher.flush, PublishError, "every rank")
     refused(publisher.close, PublishError, "every rank")
-
-
-@pytest.mark.parametrize(
-    ("work", "given"),
-    [
-        *(
-            (work, {"guarded": guarded})
-            for work in (failures, uncertain, former, operations)
-            for guarded in (False, True)
-        ),
-        (wrong_bases, {}),
-        (out_of_step, {}),
-    ],
-)
-def test_ranks_do_alike(work: Any, given: dict[str, bool], nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(2, work, folder=str(tmp_path / "run"), **given)
 
 
 def test_skipping_is_agreed(nursery: Nursery, tmp_path: Path) -> None:
@@ -469,12 +448,12 @@ def one_is_late(rank: int, size: int, folder: str) -> None:
 
 def of_timeouts(rank: int, size: int, folder: str) -> None:
     """Rank 0 does not wait for its slow store, and the other would."""
-    trained, go_on = Trained(rank, folder), threading.Event()
+    trained, gate = Trained(rank, folder), Gated("")
     with Publisher(trained.model, trained.bucket) as publisher:
         if rank == 0:
-            trained.bucket.before = lambda key: held_up(go_on)
+            trained.bucket.before = gate
         publisher.publish(1)
-        threading.Timer(2.0, go_on.set).start()
+        threading.Timer(2.0, gate.open.set).start()
         limit, found = (0.0, "within 0 s") if rank == 0 else (None, "within the timeout of another rank")
         refused(lambda: publisher.publish(2, wait=True, timeout=limit), PublishTimeoutError, found)
         publisher.flush()
@@ -482,26 +461,9 @@ def of_timeouts(rank: int, size: int, folder: str) -> None:
     trained.check()
 
 
-@pytest.mark.parametrize("work", [of_calls, of_exact_calls, of_making, of_timeouts])
-def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(2, work, folder=str(tmp_path / "run"))
-
-
 def test_calls_are_counted_alike(nursery: Nursery, tmp_path: Path) -> None:
     said = nursery.run(2, of_calls_that_are_not_due, folder=str(tmp_path / "run"))
     assert said == [[None, 1, None, 2], [1, None, 2]]
-
-
-def test_a_rank_that_is_late_is_named_where_it_is_known(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(3, one_is_late, folder=str(tmp_path / "run"))
-
-
-def test_a_publisher_outlives_its_world(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(2, world_made_anew, folder=str(tmp_path / "run"))
-
-
-def test_a_rank_that_leaves_or_never_comes(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(2, leaving, folder=str(tmp_path / "run"))
 
 
 class Pair(nn.Module):
@@ -542,8 +504,25 @@ def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
     Publisher(pair.put(distribute_tensor(values, pair.mesh, [Shard(0)])), folder).close()
 
 
-def test_tensors_that_are_not_held_once_are_refused(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(2, holes_and_overlaps, folder=str(tmp_path / "run"))
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("work", [failures, uncertain, former, operations])
+def test_ranks_do_alike(work: Any, guarded: bool, nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, work, folder=str(tmp_path / "run"), guarded=guarded)
+
+
+@pytest.mark.parametrize(
+    ("work", "size"),
+    [
+        (of_calls, 2), (of_exact_calls, 2), (of_making, 2), (of_timeouts, 2), (wrong_bases, 2), (holes_and_overlaps, 2),
+        (out_of_step, 2), (leaving, 2), (one_is_late, 3),
+    ],
+)  # fmt: skip
+def test_one_rank_that_is_given_or_does_something_else(work: Any, size: int, nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(size, work, folder=str(tmp_path / "run"))
+
+
+def test_a_publisher_outlives_its_world(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, world_made_anew, folder=str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(("rank", "warns"), [("3", True), ("0", False), ("x", False), (None, False)])
