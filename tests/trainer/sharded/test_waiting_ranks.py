@@ -43,7 +43,7 @@ class SlowBucket(BucketMiddleware):
 
 def slow_store(folder: str) -> SlowBucket:
     made = SlowBucket(open_bucket(f"{folder}/run"))
-    made.seconds = 3 * GROUP_SECONDS
+    made.seconds = 2 * GROUP_SECONDS
     return made
 
 
@@ -51,7 +51,7 @@ def train_replicas(rank: int, size: int, folder: str) -> None:
     model, store = make_model("qwen3", **SIZES), slow_store(folder)
     callback = DeltaSyncCallback(bucket=store)
     seen = Settled(callback, wait=False)
-    seen.at[3] = lambda: setattr(store, "seconds", 3 * GROUP_SECONDS)
+    seen.at[3] = lambda: setattr(store, "seconds", 2 * GROUP_SECONDS)
     trainer = trainer_of(model, Path(folder), [callback, seen], max_steps=3)
     trainer.train()
     distributed.all_reduce(torch.zeros(1))
@@ -68,7 +68,7 @@ def train_shards(rank: int, size: int, folder: str) -> None:
         for step in (1, 2, 3):
             next(steps)
             if step == 3 and rank == 0:
-                store.seconds = 3 * GROUP_SECONDS
+                store.seconds = 2 * GROUP_SECONDS
             publisher.publish(step)
     trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
     if rank == 0:
@@ -76,7 +76,7 @@ def train_shards(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("work", [train_replicas, pytest.param(train_shards, marks=pytest.mark.slow)])
-def test_a_store_that_takes_three_times_the_limit(work: Any, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_store_that_takes_twice_the_limit(work: Any, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, group_seconds=GROUP_SECONDS, folder=str(tmp_path))
     run = open_run(str(tmp_path / "run"))
     assert run.head().step == 3
@@ -93,7 +93,7 @@ def gather(rank: int, size: int, folder: str) -> list[int | None]:
     done = []
     for step in (1, 2):
         distributed.all_reduce(torch.zeros(1))
-        store.seconds = 3 * GROUP_SECONDS * (step == 2)
+        store.seconds = 2 * GROUP_SECONDS * (step == 2)
         result = publish_gathered(publisher, step, model.named_parameters())
         done.append(None if result is None else result.version)
     distributed.all_reduce(torch.zeros(1))
@@ -150,7 +150,7 @@ def transfer_weights(rank: int, size: int, folder: str) -> list[str]:
             assert transfer.publisher is not None
             if step == 2:
                 transfer.publisher.flush()
-                store.seconds = 3 * GROUP_SECONDS
+                store.seconds = 2 * GROUP_SECONDS
             transfer.send_weights(iter((name, tensor + step) for name, tensor in model.named_parameters()))
             transfer.resume()
         distributed.all_reduce(torch.zeros(1))
