@@ -1,13 +1,122 @@
 """Ranks killed at each step of a publish: there is the version before or the whole new one, and the job goes on."""
 
+import os
 import signal
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
-from tests.trainer.sharded.killed import POINTS, TOLD, begin, digest, live
+from tests.support.publishers import Hooked
+from tests.trainer.sharded.models import built, fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
+from trainer_side import Publisher
 from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import PublishError
+
+TOLD = 3
+POINTS = (
+    "before the diff",
+    "before its upload",
+    "after its upload",
+    "before the manifest",
+    "after the manifest",
+)
+"""Before and after the manifest: as rank 0 is about to write it, and once it has."""
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over all bits, in the order of names."""
+    state = sha256()
+    for name in sorted(tensors):
+        state.update(tensors[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+def doom(bucket: Hooked, victim: int, at: str) -> None:
+    """Have a process end as by kill -9, at a step of the next publish in this one."""
+
+    def end(key: str) -> None:
+        if key.startswith("versions/" if "manifest" in at else "objects/"):
+            os.kill(victim, signal.SIGKILL)
+
+    if at == "before the diff":
+        end("objects/")
+    elif at.startswith("before"):
+        bucket.before = end
+    else:
+        bucket.after = end
+
+
+def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
+    """Take the run in ``where`` over, or begin it, publish one version, and be on the way to the next when rank
+    ``victim`` ends itself, ``at`` a step of POINTS.
+
+    A rank ends with status TOLD if a publish says that the victim is lost. Rank 0 writes to ``log``, line by line,
+    ``will SHA`` of the weights that it is about to publish, and ``done VERSION`` once they are.
+    """
+    folder = Path(where)
+    url = str(folder / "run")
+
+    def note(*words: object) -> None:
+        if rank == 0:
+            with (folder / "log").open("a") as log:
+                print(*words, file=log)
+
+    model: Any = built("mixed")
+    if (folder / "run" / "versions").exists():
+        model.load_state_dict(dict(open_run(url).tensors()))
+    model = fsdp(model) if size > 1 else model
+    bucket = Hooked(folder / "run")
+
+    def step(number: int, doomed: int | None = None) -> None:
+        move(model)
+        note("will", digest(gathered(model)))
+        if doomed is not None:
+            doom(bucket, doomed, at)
+        result = publisher.publish(number)
+        publisher.flush()
+        note("done", result.version)
+
+    processes: list[Any] = [None] * size
+    distributed.all_gather_object(processes, os.getpid())
+    note("will", digest(gathered(model)))
+    publisher = Publisher(model, bucket)
+    before = publisher.version
+    note("done", before)
+    step(2 * before + 1)
+    assert publisher.version == before + 1
+    try:
+        # Rank 0 writes the manifest, whoever ends then.
+        acts = 0 if "manifest" in at else victim
+        step(2 * before + 2, processes[victim] if rank == acts else None)
+    except PublishError as error:
+        print(f"rank {rank} of {size}, {victim} dead {at}: {error}", flush=True)
+        os._exit(TOLD if f"rank {victim} " in str(error) else 1)
+    publisher.close()
+
+
+def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
+    """Begin a run in ``where``; rank ``victim`` ends itself as it puts the first object whose key begins so.
+
+    The others end with status TOLD if they are told so. Without a victim one version is published.
+    """
+    model: Any = fsdp(built("mixed"))
+    bucket = Hooked(Path(where) / "run")
+    if rank == victim:
+        bucket.before = lambda key: os.kill(os.getpid(), signal.SIGKILL) if key.startswith(prefix) else None
+    try:
+        publisher = Publisher(model, bucket)
+    except PublishError as error:
+        print(f"rank {rank} of {size}, {victim} dead at {prefix}: {error}", flush=True)
+        os._exit(TOLD if f"rank {victim} " in str(error) else 1)
+    move(model)
+    publisher.publish(1)
+    publisher.close()
+
 
 TELLING = [(1, "after its upload"), (1, "before the manifest"), (0, "after the manifest")]
 EVERY = [(rank, at) for at in POINTS for rank in (0, 1)]
