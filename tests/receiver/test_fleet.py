@@ -3,20 +3,22 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.chains import Chain, Server
-from tests.support.fleets import Rollouts, rollouts
-from tests.support.services import WAIT, serving, wait_until
+from tests.support.hooks import HookedPort
+from tests.support.services import POLL, WAIT, serving, wait_until
 from tests.support.stores import STORES
+from tests.support.world import World
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.follow import heartbeat as keeper_module
 from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
@@ -25,22 +27,62 @@ from vllm_delta_sync.settings import Settings
 NAMES = [f"r{number}" for number in range(5)]
 
 
+class Fleet:
+    """A world, whose publisher any number of servers follow by name.
+
+    Attributes:
+        pauses: names of servers, in the order in which they paused. lasting: called in each pause.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.world = folder, World(folder)
+        self.services: dict[str, ReceiverService] = {}
+        self.pauses: list[str] = []
+        self.lasting: Callable[[], object] = lambda: None
+
+    def serve(self, name: str) -> ReceiverService:
+        """Start a server on the trainer's weights."""
+        port = HookedPort(*self.world.fresh())
+        port.after = lambda method, arguments: self.paused(name) if method == "pause" else None
+        chosen: dict[str, Any] = {
+            "bucket": self.world.url,
+            "state_dir": self.folder / f"state-{name}",
+            "poll_seconds": POLL,
+        }
+        service = ReceiverService(port, Settings(**chosen, receiver_id=name, heartbeat_seconds=3))
+        self.services[name] = service
+        service.start()
+        return service
+
+    def paused(self, name: str) -> None:
+        self.pauses.append(name)
+        self.lasting()
+
+    def end(self, name: str) -> None:
+        """Stop a server, as it does when its process ends."""
+        service = self.services.pop(name)
+        service.stop()
+        service.join(WAIT)
+
+
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Rollouts]:
-    with rollouts(str(tmp_path / "run"), tmp_path) as fleet:
-        yield fleet
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for name in list(fleet.services):
+        fleet.end(name)
 
 
-def test_servers_pause_when_they_are_ready(fleet: Rollouts) -> None:
+def test_servers_pause_when_they_are_ready(fleet: Fleet) -> None:
     """They do not wait for one another: each pause lasts until the last one has begun, and all end."""
     together = threading.Barrier(len(NAMES))
     fleet.lasting = lambda: together.wait(WAIT)
     for name in NAMES:
         fleet.serve(name)
-    fleet.publisher.wait_served(0, replicas=len(NAMES), timeout=WAIT)
+    fleet.world.publisher.wait_served(0, replicas=len(NAMES), timeout=WAIT)
     for step in (1, 2):
-        fleet.train(step)
-        served = fleet.publisher.wait_served(replicas=len(NAMES), timeout=WAIT)
+        fleet.world.train(step)
+        served = fleet.world.publisher.wait_served(replicas=len(NAMES), timeout=WAIT)
         assert [replica.heartbeat.served for replica in served] == [step] * len(NAMES)
     assert sorted(fleet.pauses) == sorted(2 * NAMES)
     for name, service in fleet.services.items():
@@ -198,10 +240,10 @@ def test_receiver_alone_writes_nothing(chain: Chain) -> None:
     assert not (chain.folder / "heartbeats").exists()
 
 
-def test_server_says_what_it_does_and_that_it_leaves(fleet: Rollouts) -> None:
+def test_server_says_what_it_does_and_that_it_leaves(fleet: Fleet) -> None:
     service = fleet.serve("a")
-    run = open_run(fleet.url)
-    fleet.train(1)
+    run = open_run(fleet.world.url)
+    fleet.world.train(1)
     wait_until(lambda: [held.heartbeat.served for held in read_heartbeats(run).stored] == [1])
     wait_until(lambda: read_heartbeats(run).stored[0].heartbeat.state == "idle")
     service.request("hold").result(WAIT)
@@ -226,17 +268,15 @@ def test_server_says_what_it_does_and_that_it_leaves(fleet: Rollouts) -> None:
 LEAVING = """
 import sys
 from pathlib import Path
-from tests.support.fleets import RecordedPort
-from tests.support.modules import FusedModel, checkpoint_tensors
+from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors
 from tests.support.services import wait_until
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.engine.follow.service import ReceiverService
 import torch, tempfile
 model = FusedModel()
 model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in checkpoint_tensors().items())
-port = RecordedPort(model, "a", [], lambda: None)
 settings = Settings(bucket=sys.argv[1], receiver_id="a", poll_seconds=0.05, state_dir=tempfile.mkdtemp())
-service = ReceiverService(port, settings)
+service = ReceiverService(ModulePort(model), settings)
 service.start()
 # Once it has noted what it wrote: that is what it takes back at its end.
 wait_until(lambda: service._heartbeat._last_content is not None and service._heartbeat._last_content[1]["served"] == 0)
@@ -249,7 +289,7 @@ def test_process_that_ends_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with STORES[store](tmp_path / "store") as place:
         for name, value in place.environment.items():
             monkeypatch.setenv(name, value)
-        with rollouts(place.url, tmp_path) as fleet:
-            subprocess.run([sys.executable, "-c", LEAVING, fleet.url], check=True, timeout=WAIT)
-            (held,) = read_heartbeats(open_run(fleet.url)).stored
+        World(tmp_path, url=place.url).close()
+        subprocess.run([sys.executable, "-c", LEAVING, place.url], check=True, timeout=WAIT)
+        (held,) = read_heartbeats(open_run(place.url)).stored
     assert (held.heartbeat.state, held.heartbeat.served) == ("left", 0)
