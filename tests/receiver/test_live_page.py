@@ -145,8 +145,7 @@ def test_a_status_that_cannot_be_had_is_shown(site: Site) -> None:
     assert found["headline"]["level"] == "error"
 
 
-def test_a_bucket_that_cannot_be_read_leaves_the_rest(tmp_path: Path) -> None:
-    site = Site(tmp_path, state_dir=tmp_path / "state")
+def test_a_bucket_that_cannot_be_read_leaves_the_rest(site: Site, tmp_path: Path) -> None:
     site.serve()
     moved = site.settings.model_copy(update={"bucket": str(tmp_path / "nowhere")})
     site.app.state.delta_sync_pages = {None: LivePage(moved)}
@@ -155,4 +154,3 @@ def test_a_bucket_that_cannot_be_read_leaves_the_rest(tmp_path: Path) -> None:
     problem = found["problems"][0]
     assert (problem["where"], problem["kind"], found["run"]) == ("the bucket", "not_found", None)
     assert found["headline"] == {"level": "error", "text": "Version 0 is served, the newest"}
-    site.end()
