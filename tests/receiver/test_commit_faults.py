@@ -30,14 +30,7 @@ from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.protocol import (
-    A,
-    Commit,
-    Describe,
-    RankFailure,
-    RankRequest,
-    Revert,
-)
+from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert
 from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
     BusyError,
@@ -56,6 +49,7 @@ from vllm_delta_sync.settings import Settings
 def weights(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test of this file runs on both paths of a commit."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transaction, "WAIT_S", 0.0)
         if request.param == "on a device":
             patch.setattr(WeightMemory, "for_model", lambda model: WeightMemory(SimulatedDevice()))
         yield
@@ -264,8 +258,7 @@ def test_a_lost_pause_before_the_commit_of_a_repair_leaves_something_to_settle_o
     port = hooked(world)
     world.follow_each(1)
     port.before = failing("confirm", times=2)
-    world.train(2)
-    world.receiver.advance()
+    world.train_and_follow(2)
     assert not any(rank.confirmed for rank in port.ranks)
     world.models[0].norm.data.mul_(2.0)
     assert not world.receiver.verify()["verdict"]
@@ -294,8 +287,7 @@ def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> 
     port = hooked(world)
     seen = world.follow_each(1)
     port.before = failing("confirm")
-    world.train(2)
-    world.receiver.advance()
+    world.train_and_follow(2)
     assert world.receiver.served_version == 2
     assert not any(rank.confirmed for rank in port.ranks)
     world.receiver.advance()
@@ -437,10 +429,9 @@ def test_one_bad_version_behind_many_good_ones_costs_few_pauses(world: World) ->
 # Ctrl-C and failures while weights are written
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def moved(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+@pytest.fixture
+def moved(world: World) -> World:
     """Version 1 is served, and version 2 is there."""
-    world = World(tmp_path, ranks=request.param)
     world.follow_each(1)
     world.train(2)
     return world
@@ -585,11 +576,7 @@ def test_an_operation_that_runs_has_no_outcome_yet() -> None:
 
 
 SEEDS = (*seeds(12, 25), 105)
-
-
 ACTIONS = ("train", "train", "grow", "advance", "advance", "advance", "rollback", "hold", "release", "verify")
-
-
 LOOKED_AT = ("poll", "describe")
 
 
@@ -716,8 +703,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_status_tells_the_truth_whatever_fails(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction, "WAIT_S", 0.0)
+def test_status_tells_the_truth_whatever_fails(tmp_path: Path, seed: int) -> None:
     story = Story(tmp_path, seed)
     done: list[str] = []
     for _ in range(25):

@@ -28,7 +28,8 @@ from vllm_delta_sync.settings import Settings
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(transaction, "WAIT_S", 0.0)
     return World(tmp_path)
 
 
@@ -44,10 +45,8 @@ def test_follows_every_version(tmp_path: Path, codec: str, ranks: int) -> None:
         if step == 3:
             for tensor in world.tensors.values():
                 tensor.mul_(-3.0)
-        world.train(step)
-        world.receiver.advance()
+        world.train_and_follow(step)
         assert world.receiver.served_version == step
-        world.expect_exact()
         assert world.receiver.verify()["verdict"]
     assert world.port.log.count("pause") == world.port.log.count("resume") == 4
     assert world.port.log[-5:] == ["pause", "commit", "label 4", "resume", "confirm"]
@@ -82,9 +81,7 @@ def test_wrong_base_is_refused_by_name(tmp_path: Path, ranks: int) -> None:
 def test_bad_version_is_refused_and_healed(tmp_path: Path, bad: BadVersion) -> None:
     """By all ranks; what is wrong is found before the pause, or taken back within it, and not tried twice."""
     world = World(tmp_path, ranks=1 + BAD_VERSIONS.index(bad) % 2)
-    world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
+    world.follow_each(1)
     forgery = bad.write(Path(world.url))
     world.expect_fails(bad.kind)
     pauses = world.port.log.count("pause")
