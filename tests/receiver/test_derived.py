@@ -90,10 +90,9 @@ class WorkedWorld(World):
     """A world whose model computes; its ranks know the folder that they were loaded from.
 
     Attributes:
-        loads: class of the models that ``serve`` makes. record: what was noted while the last one was loaded.
+        record: what was noted while the last model of ``serve`` was loaded.
     """
 
-    loads: Any = Worked
     record: Any = None
 
     def __init__(self, root: Path, ranks: int = 1, **rest: Any) -> None:
@@ -126,11 +125,14 @@ def every(model: nn.Module) -> torch.Tensor:
     return torch.cat([found[at].detach().reshape(-1).contiguous().view(torch.uint8) for at in sorted(found)])
 
 
-def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lambda model: None) -> Any:
-    """Let the world serve a model that is loaded, prepared and worked on like that, and load such models anew."""
+def serve(
+    root: Path, process: Process = finish, prepare: Prepare = lambda model: None, kind: type[Worked] = Worked
+) -> WorkedWorld:
+    """A world that serves a model of that kind, prepared and worked on like that, and loads such models anew."""
+    world = WorkedWorld(root)
 
     def fresh() -> list[Any]:
-        model: Any = world.loads(0, 1)
+        model: Any = kind(0, 1)
         model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
         prepare(model)
         world.record = load_record.record_load(model, process, is_runtime_state)
@@ -140,7 +142,7 @@ def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lamb
     world.models = fresh()
     (world.model,) = world.models
     world.use(ModulePort(world.model))
-    return world.model
+    return world
 
 
 @pytest.mark.parametrize(("ranks", "codec"), [(1, "plain"), (2, "tiled"), (2, "raw")])
@@ -169,9 +171,7 @@ def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec:
 @pytest.mark.parametrize("name", ["absorbed", "packed"])
 def test_what_was_changed_from_outside_is_found_and_made_good(tmp_path: Path, name: str) -> None:
     world = WorkedWorld(tmp_path)
-    world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
+    world.follow_each(1)
     getattr(world.model.latent, name).data.view(-1)[3] += 1
     report = world.receiver.verify()
     assert not report["verdict"]
@@ -249,9 +249,7 @@ def test_a_copy_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
         finish(model, paths)
         model.handle = pack(model.body.qkv.data)
 
-    world = WorkedWorld(tmp_path)
-    serve(world, packed)
-    assert "delta_sync_test.pack" in world.expect_fails("model").message
+    assert "delta_sync_test.pack" in serve(tmp_path, packed).expect_fails("model").message
 
 
 def vllm_all_reduce(tensor: torch.Tensor) -> None:
@@ -269,10 +267,9 @@ def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path, all_reduce:
         if paths is not None and "latent" in list(paths):
             all_reduce(model.latent.absorbed)
 
-    world = WorkedWorld(tmp_path)
+    world = serve(tmp_path, summed)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        serve(world, summed)
         assert "communicate with other ranks" in world.expect_fails("model").message
     finally:
         torch.distributed.destroy_process_group()
@@ -289,8 +286,7 @@ def test_a_step_that_changes_the_default_dtype_of_the_process_is_refused(tmp_pat
         finally:
             torch.set_default_dtype(before)
 
-    world = WorkedWorld(tmp_path)
-    serve(world, casting)
+    world = serve(tmp_path, casting)
     assert "default dtype of the whole process to torch.float64" in world.expect_fails("model").message
     assert torch.get_default_dtype() == torch.float32
 
@@ -323,8 +319,8 @@ def test_what_a_kernel_keeps_since_loading_is_refused_by_name(
     tmp_path: Path, place: str, cached: Any, named: str
 ) -> None:
     """Made of weights at the first forward pass, it would not follow them; nothing but its appearance shows that."""
-    world = WorkedWorld(tmp_path)
-    latent = serve(world, prepare=with_impl).latent
+    world = serve(tmp_path, prepare=with_impl)
+    latent = world.model.latent
     setattr(latent.impl if "." in place else latent, place.split(".")[-1], cached(latent.packed))
     assert re.search(named + ".*did not exist after loading", world.expect_fails("model").message)
 
@@ -354,10 +350,6 @@ def keep_scale(model: Any, paths: Iterable[str] | None) -> None:
         del model.scale
 
 
-class ScaledWorld(WorkedWorld):
-    loads = Scaled
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_a_change_of_a_scale_that_is_kept_as_a_number_is_refused_by_name(
     tmp_path: Path, scale: float, monkeypatch: pytest.MonkeyPatch
@@ -366,15 +358,14 @@ def test_a_change_of_a_scale_that_is_kept_as_a_number_is_refused_by_name(
     tensors = checkpoint_tensors()
     tensors["model.norm.weight"][:] = scale
     monkeypatch.setattr("tests.support.world.checkpoint_tensors", lambda: tensors)
-    world = ScaledWorld(tmp_path)
-    model = serve(world, keep_scale)
+    world = serve(tmp_path, keep_scale, kind=Scaled)
     world.receiver.advance()
     world.tensors["model.norm.weight"] += 0.25
     world.publisher.publish(step=1, wait=True)
     world.publisher.flush()
     with pytest.raises(ModelError, match="cannot be exchanged while the model runs"):
         world.receiver.advance()
-    assert model.kept_number == scale
+    assert world.model.kept_number == scale
 
 
 def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) -> None:
@@ -382,9 +373,8 @@ def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) ->
         with_impl(model)
         model.table = torch.ones(4, 4)
 
-    world = WorkedWorld(tmp_path)
-    model = serve(world, prepare=prepare)
-    latent: Any = model.latent
+    world = serve(tmp_path, prepare=prepare)
+    model, latent = world.model, world.model.latent
     latent.kv_cache = [torch.zeros(2, 3), torch.zeros(2, 3)]
     latent.lora_a_stacked = (torch.zeros(1, 8),)
     latent.workspace = torch.zeros(16, dtype=torch.uint8)
@@ -392,9 +382,7 @@ def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) ->
     latent.rows = latent.packed.data[:2]
     latent.impl.softmax_scale, latent.impl.batch = latent.impl.scale, 64.0
     model.table = model.table.bfloat16()
-    world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
+    world.follow_each(1)
     assert world.receiver.verify()["verdict"]
 
 
@@ -440,9 +428,7 @@ class Keeping(Worked):
 
 
 def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Path) -> None:
-    world = WorkedWorld(tmp_path)
-    world.loads = Keeping
-    serve(world)
+    world = serve(tmp_path, kind=Keeping)
     for version in range(1, 4):
         world.train_and_follow(version)
     assert world.receiver.status()["ranks"][0]["derived"] == ["k.weight", "model.norm.weight", "q.weight", "v.weight"]
@@ -466,9 +452,8 @@ class LeftOutLater(LeftOut):
 
 @pytest.mark.parametrize("kind", [LeftOut, LeftOutLater])
 def test_a_weight_without_memory_may_change_and_is_not_served(tmp_path: Path, kind: type[LeftOut]) -> None:
-    world = WorkedWorld(tmp_path)
-    world.loads = kind
-    model = serve(world)
+    world = serve(tmp_path, kind=kind)
+    model = world.model
     world.receiver.advance()
     for version in (1, 2):
         world.train(version)
@@ -485,12 +470,11 @@ def test_a_weight_without_memory_may_change_and_is_not_served(tmp_path: Path, ki
 
 
 def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> None:
-    world = WorkedWorld(tmp_path)
-    model = serve(world)
+    world = serve(tmp_path)
 
     def reaching(_: Any, paths: Iterable[str] | None) -> None:
         if paths is not None:
-            model.latent.absorbed.mul_(2)
+            world.model.latent.absorbed.mul_(2)
 
     world.record.process = reaching
     assert "write to the model itself" in world.expect_fails("model").message
@@ -500,8 +484,6 @@ def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> 
 
 
 ROWS, COLUMNS, BLOCK = 64, 96, 32
-
-
 PARTS = ("q_proj", "k_proj")
 
 

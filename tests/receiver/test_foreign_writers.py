@@ -152,8 +152,12 @@ def test_restart_is_not_the_remedy_where_weights_are_rebuilt(world: World, polic
 
 
 @pytest.mark.parametrize("undo", [0, 1 << 30])
-@pytest.mark.parametrize("move", ["sync", "sync to a version", "target", "rollback"])
-def test_weights_that_a_sleep_has_lost_are_rebuilt_before_they_are_moved(world: World, move: str, undo: int) -> None:
+@pytest.mark.parametrize(
+    ("move", "to", "reached"), [("advance", None, 3), ("advance", 3, 3), ("target", "head", 3), ("rollback", 1, 1)]
+)
+def test_weights_that_a_sleep_has_lost_are_rebuilt_before_they_are_moved(
+    world: World, move: str, to: int | str | None, reached: int, undo: int
+) -> None:
     """At level 2 vLLM gives them up: what is asked for next must not fail because of that."""
     world.follow(rescan_bytes=0, undo_bytes=undo)
     seen = world.follow_each(2)
@@ -162,22 +166,12 @@ def test_weights_that_a_sleep_has_lost_are_rebuilt_before_they_are_moved(world: 
         for parameter in model.parameters():
             parameter.data.zero_()
         rank.note_external_write("wake_up")
-    match move:
-        case "sync":
-            world.receiver.advance()
-        case "sync to a version":
-            world.receiver.advance(3)
-        case "target":
-            world.receiver.target("head")
-        case _:
-            world.receiver.rollback(1)
-    status = world.receiver.status()
-    assert status["last_error"] is None
-    if world.receiver.served_version == 1:
-        world.expect_bits(seen[1])
-    else:
-        assert status["served"]["version"] == 3
+    getattr(world.receiver, move)(to)
+    assert (world.receiver.served_version, world.receiver.status()["last_error"]) == (reached, None)
+    if reached == 3:
         world.expect_exact()
+    else:
+        world.expect_bits(seen[reached])
     assert world.receiver.verify()["verdict"]
 
 

@@ -45,8 +45,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 def test_every_change_of_the_weights_is_one_object_with_its_figures(tmp_path: Path, stream: io.StringIO) -> None:
     world = World(tmp_path)
     world.receiver.advance()
-    world.train(480)
-    world.receiver.advance()
+    world.train_and_follow(480)
     (commit,) = world.receiver.status()["recent"]
     world.receiver.rollback(0)
     world.model.norm.data.mul_(2)

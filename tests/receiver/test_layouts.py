@@ -52,7 +52,10 @@ class Site:
         assert [rank.version for rank in held] == [version] * ENGINES * RANKS
         assert all(rank.intact for rank in held)
 
-    def expect_exact(self) -> None:
+    def reaches(self, version: int) -> None:
+        """Following ends at a version, bit for bit."""
+        self.receiver.advance()
+        self.expect(version)
         for models in self.models:
             self.world.models = models
             self.world.expect_exact()
@@ -69,11 +72,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     loop.close()
 
 
+@pytest.fixture
+def moved(site: Site) -> Site:
+    """Version 0 is served, and version 1 is there."""
+    site.receiver.advance()
+    site.world.train(1)
+    return site
+
+
 def test_every_rank_of_every_engine_follows(site: Site) -> None:
     for step in range(1, 5):
-        site.receiver.advance()
-        site.expect(step - 1)
-        site.expect_exact()
+        site.reaches(step - 1)
         assert site.receiver.verify()["verdict"]
         site.world.train(step)
     assert [rank["rank"] for rank in site.receiver.status()["ranks"]] == list(range(ENGINES * RANKS))
@@ -88,8 +97,7 @@ def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
     site.receiver.check_served()
     assert [rank.external_writer for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
     site.world.train(1)
-    site.receiver.advance()
-    site.expect(1)
+    site.reaches(1)
 
 
 def test_drift_of_one_engine_is_found(site: Site) -> None:
@@ -99,24 +107,18 @@ def test_drift_of_one_engine_is_found(site: Site) -> None:
 
 
 @pytest.mark.parametrize("engine", range(ENGINES))
-def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-    site.cores[engine].sleeping_tags = {"weights", "kv_cache"}
+def test_engine_that_sleeps_stops_none(moved: Site, engine: int) -> None:
+    moved.cores[engine].sleeping_tags = {"weights", "kv_cache"}
     with pytest.raises(BusyError, match="asleep"):
-        site.receiver.advance()
-    assert not any(line.startswith("delta_sync_pause ") for core in site.cores for line in core.log)
-    site.cores[engine].sleeping_tags = {"kv_cache"}
-    site.receiver.advance()
-    site.expect(1)
-    site.expect_exact()
+        moved.receiver.advance()
+    assert not any(line.startswith("delta_sync_pause ") for core in moved.cores for line in core.log)
+    moved.cores[engine].sleeping_tags = {"kv_cache"}
+    moved.reaches(1)
 
 
 @pytest.mark.parametrize("engine", range(ENGINES))
-def test_engine_that_falls_asleep_right_before_a_pause_is_no_failed_engine(site: Site, engine: int) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-    core = site.cores[engine]
+def test_engine_that_falls_asleep_right_before_a_pause_is_no_failed_engine(moved: Site, engine: int) -> None:
+    core = moved.cores[engine]
 
     def fall_asleep(utility: str, method: str) -> None:
         if utility == "delta_sync_pause":
@@ -124,26 +126,21 @@ def test_engine_that_falls_asleep_right_before_a_pause_is_no_failed_engine(site:
 
     core.hook = fall_asleep
     with pytest.raises(BusyError, match="asleep"):
-        site.receiver.advance()
-    site.expect(0)
+        moved.receiver.advance()
+    moved.expect(0)
     core.hook = lambda utility, method: None
     core.sleeping_tags.clear()
-    site.receiver.advance()
-    site.expect(1)
-    site.expect_exact()
+    moved.reaches(1)
 
 
-def test_commit_in_a_pause_of_another_caller_leaves_it_on(site: Site) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-    for core in site.cores:
+def test_commit_in_a_pause_of_another_caller_leaves_it_on(moved: Site) -> None:
+    for core in moved.cores:
         core.pause_scheduler("keep", False)
-    site.receiver.advance()
-    assert [core.state for core in site.cores] == ["PAUSED_ALL"] * ENGINES
-    for core in site.cores:
+    moved.receiver.advance()
+    assert [core.state for core in moved.cores] == ["PAUSED_ALL"] * ENGINES
+    for core in moved.cores:
         core.resume_scheduler()
-    site.expect(1)
-    site.expect_exact()
+    moved.reaches(1)
 
 
 def expire(core: Core) -> None:
@@ -169,22 +166,18 @@ def fail(core: Core) -> None:
     ],
 )
 def test_one_engine_that_fails_or_goes_on_is_followed_back_by_all(
-    site: Site, engine: int, at: str, fault: Callable[[Core], None], commits: int
+    moved: Site, engine: int, at: str, fault: Callable[[Core], None], commits: int
 ) -> None:
     """No engine commits where one has gone on; if it went on just then, the other goes back to where it is."""
-    site.receiver.advance()
-    site.world.train(1)
-    core = site.cores[engine]
+    core = moved.cores[engine]
     core.hook = lambda utility, method: fault(core) if f"{utility} {method}".startswith(at) else None
     with pytest.raises(DeltaSyncError, match="injected" if fault is fail else "expired"):
-        site.receiver.advance()
-    other = site.cores[1 - engine].log
+        moved.receiver.advance()
+    other = moved.cores[1 - engine].log
     assert ("delta_sync_call_paused commit" in other) == (commits > 0)
-    site.expect(0)
+    moved.expect(0)
     core.hook = lambda utility, method: None
-    site.receiver.advance()
-    site.expect(1)
-    site.expect_exact()
+    moved.reaches(1)
 
 
 class InStep(Core):
@@ -293,19 +286,8 @@ class Layer:
             expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
             expert_map[rows] = torch.arange(len(here), dtype=torch.int32)
         out = torch.full_like(self.x, torch.nan)
-        plain_experts(
-            out,
-            self.x,
-            self.w13[rows],
-            self.w2[rows],
-            self.bias13[rows],
-            self.bias2[rows],
-            self.weights,
-            self.ids,
-            expert_map,
-            "swigluoai",
-            True,
-        )
+        held = self.w13[rows], self.w2[rows], self.bias13[rows], self.bias2[rows]
+        plain_experts(out, self.x, *held, self.weights, self.ids, expert_map, "swigluoai", True)
         return out
 
 

@@ -47,9 +47,7 @@ def test_each_move_is_counted_once_with_what_it_took(tmp_path: Path) -> None:
     versions, size = grown("versions_total"), grown("payload_bytes_total")
     changed, pauses = grown("changed_elements_total"), grown("pause_seconds_count")
     phases = {phase: grown("phase_seconds_sum", phase=phase) for phase in metrics.PHASES}
-    world.train(1)
-    world.train(2)
-    world.receiver.advance()
+    world.train_and_follow(1, 2)
     (commit,) = world.receiver.status()["recent"]
     assert (versions(), pauses()) == (2, 1)
     assert (size(), changed()) == (commit["payload_bytes"], commit["changed"])
@@ -69,8 +67,7 @@ def test_gauges_follow_the_status(tmp_path: Path) -> None:
     assert sample("served_version") != sample("served_version"), "NaN before a version is proven"
     assert (sample("state", state="waiting_for_run"), sample("ready")) == (1, 0)
     world.receiver.advance()
-    world.train(7)
-    world.receiver.advance()
+    world.train_and_follow(7)
     shown = {name: sample(name) for name in ("served_version", "served_step", "head_version", "lag_versions", "ready")}
     assert shown == {"served_version": 1, "served_step": 7, "head_version": 1, "lag_versions": 0, "ready": 1}
     assert (sample("undo_versions"), sample("head_quarantined")) == (1, 0)
@@ -269,8 +266,7 @@ def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest
     caplog.set_level(logging.INFO, logger="vllm.delta_sync")
     world = World(tmp_path)
     world.receiver.advance()
-    world.train(480)
-    world.receiver.advance()
+    world.train_and_follow(480)
     (line,) = lines(caplog)
     assert re.fullmatch(rf"version 1 \(step 480\) served: [\d.]+ % changed, [\d.]+ kB; .*{ENDING}", line)
     for step in (481, 482):

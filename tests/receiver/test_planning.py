@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.chains import Chain, Server, models_of, tensors_of
+from tests.support.chains import Chain, Server, tensors_of
 from tests.support.hooks import Hook, HookedPort, failing
 from tests.support.samples import changes_between
 from tests.support.seeds import seeds
@@ -53,13 +53,13 @@ def spoil(how: str) -> Callable[[Chain], None]:
 
     def change(chain: Chain) -> None:
         chain.beside_it(6)
-        newest_good_manifest = chain.beside_it(9)
+        newer = chain.beside_it(9)
         if how == "document":
             chain.spoil_anchor(9)
         elif how == "object":
-            chain.damage(newest_good_manifest)
+            chain.damage(newer)
         else:
-            other = newest_good_manifest.model_copy(update={"manifest": "0" * 64})
+            other = newer.model_copy(update={"manifest": "0" * 64})
             (chain.folder / side.anchor_key(9)).write_bytes(other.to_bytes())
         chain.lose(3, 4, 5)
 
@@ -634,13 +634,10 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     assert manifest.version == 3
     for found, right in zip(state.bits, branch.bits[3], strict=True):
         assert np.array_equal(found, right)
-    models = models_of(branch.bits[3], ranks)
-    for model in models:
+    server = Server(branch, branch.bits[3], ranks)
+    for model in server.models:
         fingerprints = tuple(value.hex() for value in state.fingerprints)
         model.delta_sync_loaded = LoadedVersion(branch.run, branch.url, 3, fingerprints)
-    server = Server(branch, branch.bits[3], ranks)
-    for model, loaded in zip(server.models, models, strict=True):
-        model.delta_sync_loaded = loaded.delta_sync_loaded
     server.receiver.advance()
     assert (server.receiver.served_version, server.commits) == (3, 0)
     branch.grow(1)

@@ -125,9 +125,7 @@ def test_pause_that_runs_out_on_the_way_back_through_the_chain(world: World) -> 
 
 
 def test_log_keeps_within_its_memory(world: World) -> None:
-    world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
+    world.follow_each(1)
     one = max(rank.undo_bytes for rank in unwrap(world.port.call(Describe())))
     world.follow(undo_bytes=int(2.5 * one))
     world.follow_each(6)
@@ -135,10 +133,8 @@ def test_log_keeps_within_its_memory(world: World) -> None:
     assert all(rank.undo_bytes <= 2.5 * one for rank in unwrap(world.port.call(Describe())))
     world.follow(undo_bytes=0)
     world.receiver.advance()
-    world.train(7)
-    world.receiver.advance()
+    world.train_and_follow(7)
     assert world.receiver.status()["undo"] == []
-    world.expect_exact()
 
 
 def test_commits_that_change_nothing_take_room_too(world: World) -> None:

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.hooks import hooked
-from tests.support.services import POLL, WAIT, Site, wait_until
+from tests.support.services import POLL, WAIT, Site, serving, wait_until
 from tests.support.world import World
 from vllm_delta_sync.engine.follow import service as service_module
-from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.notice import NoticeSubscriber
-from vllm_delta_sync.settings import Settings
 
 
 @pytest.fixture(params=[True], ids=["with a base"])
@@ -217,18 +214,13 @@ def test_listening_outlives_an_unexpected_error(
         return receive(subscriber, timeout_s)
 
     monkeypatch.setattr(NoticeSubscriber, "receive", broken)
-    settings = Settings(bucket=world.url, poll_seconds=3600, notice=world.publisher.notice_address)
-    service = ReceiverService(hooked(world), settings)
-    service.start()
-    try:
+    address = world.publisher.notice_address
+    with serving(world.port, bucket=world.url, poll_seconds=3600, notice=address) as service:
         wait_until(lambda: service.receiver.served_version == 0 and not left[0])
         assert any("listening for notices failed unexpectedly" in record.getMessage() for record in caplog.records)
         world.train(1)
         wait_until(lambda: service.receiver.served_version == 1)
         assert service.receiver.status()["notice"]["heard_seconds"] is not None
-    finally:
-        service.stop()
-        service.join(WAIT)
 
 
 def test_notice_that_comes_while_an_older_one_is_dropped_is_heard(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ ORDER = StandingOrder(setting="head", target="3").model_dump_json()
 class Life:
     """A server that is started again and again, from its checkpoint or from a version of the bucket."""
 
-    def __init__(self, chain: Chain, **settings: Any) -> None:
+    def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.settings = {"bucket": chain.url, "state_dir": chain.root / "state", "poll_seconds": 0.02, **settings}
+        self.settings: dict[str, Any] = {"bucket": chain.url, "state_dir": chain.root / "state", "poll_seconds": 0.02}
         self.services: list[ReceiverService] = []
 
     def start(self, loaded: int = 0, **settings: Any) -> ReceiverService:
@@ -83,6 +83,12 @@ class Life:
         found = list((self.chain.root / "state").glob("*.order"))
         return found[0] if found else None
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What is kept; empty if nothing is."""
+        found: dict[str, Any] = json.loads(self.file.read_bytes()) if self.file else {}
+        return found
+
 
 @pytest.fixture
 def life(tmp_path: Path) -> Iterator[Life]:
@@ -91,6 +97,14 @@ def life(tmp_path: Path) -> Iterator[Life]:
     life = Life(chain)
     yield life
     life.end()
+
+
+@pytest.fixture
+def service(life: Life) -> ReceiverService:
+    """Of a first life, which serves version 7."""
+    service = life.start()
+    life.serves(7)
+    return service
 
 
 @pytest.mark.parametrize(("loaded", "policy"), [(0, "follow"), (3, "manual"), (5, "manual"), (7, "follow")])
@@ -114,20 +128,14 @@ def test_rollback_outlives_a_restart(life: Life, loaded: int, policy: str) -> No
     life.serves(8)
 
 
-def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life) -> None:
-    service = life.start(policy="manual")
-    service.request("hold").result(WAIT)
-    life.start()
-    life.serves(0)
-    wait_until(lambda: json.loads(life.file.read_bytes())["version"] == 0 if life.file else False)
-
-
-def test_hold_before_anything_is_served_keeps_the_first_version_beside_a_bad_one(life: Life) -> None:
-    life.chain.spoil_manifest(7)
-    life.start(6, policy="manual").request("hold").result(WAIT)
-    life.start(6)
-    life.serves(6)
-    wait_until(lambda: json.loads(life.file.read_bytes())["version"] == 6 if life.file else False)
+@pytest.mark.parametrize("loaded", [0, 6], ids=["checkpoint", "beside a bad version"])
+def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life, loaded: int) -> None:
+    if loaded:
+        life.chain.spoil_manifest(7)
+    life.start(loaded, policy="manual").request("hold").result(WAIT)
+    life.start(loaded)
+    life.serves(loaded)
+    wait_until(lambda: life.order.get("version") == loaded)
 
 
 def test_a_request_that_fails_half_way_is_held_where_it_came_to(life: Life) -> None:
@@ -140,16 +148,14 @@ def test_a_request_that_fails_half_way_is_held_where_it_came_to(life: Life) -> N
     with pytest.raises(DeltaSyncError):
         service.request("sync", 9).result(WAIT)
     life.serves(8)
-    assert json.loads(life.file.read_bytes())["version"] == 8 if life.file else False
+    assert life.order["version"] == 8
     life.start()
     life.serves(8)
 
 
-def test_engines_of_one_process_have_orders_of_their_own(life: Life) -> None:
+def test_engines_of_one_process_have_orders_of_their_own(life: Life, service: ReceiverService) -> None:
     """Such as two adapters that follow one run."""
-    first = life.start()
-    life.serves(7)
-    first.request("rollback", 5).result(WAIT)
+    service.request("rollback", 5).result(WAIT)
     written = life.file
     assert written is not None
     order = written.read_bytes()
@@ -172,10 +178,8 @@ def test_engines_of_one_process_have_orders_of_their_own(life: Life) -> None:
 
 
 @pytest.mark.parametrize("loaded", [0, 7])
-def test_target_outlives_a_restart(life: Life, loaded: int) -> None:
+def test_target_outlives_a_restart(life: Life, service: ReceiverService, loaded: int) -> None:
     set_tag(open_run(life.chain.url), "best", 3)
-    service = life.start()
-    life.serves(7)
     for named, version in (("4", 4), ("tag:best", 3)):
         service.request("target", named).result(WAIT)
         service = life.start(loaded)
@@ -187,9 +191,7 @@ def test_target_outlives_a_restart(life: Life, loaded: int) -> None:
     assert life.file is None
 
 
-def test_setting_that_was_changed_wins(life: Life, caplog: pytest.LogCaptureFixture) -> None:
-    service = life.start()
-    life.serves(7)
+def test_setting_that_was_changed_wins(life: Life, service: ReceiverService, caplog: pytest.LogCaptureFixture) -> None:
     service.request("rollback", 5).result(WAIT)
     life.start(target="6")
     life.serves(6)
@@ -199,13 +201,10 @@ def test_setting_that_was_changed_wins(life: Life, caplog: pytest.LogCaptureFixt
     life.serves(7)
 
 
-def test_answer_comes_after_the_order_is_kept(life: Life) -> None:
-    service = life.start()
-    life.serves(7)
+def test_answer_comes_after_the_order_is_kept(life: Life, service: ReceiverService) -> None:
     for action, argument in (("rollback", 5), ("target", "3"), ("hold", None)):
-        future = service.request(action, argument)
-        future.result(WAIT)
-        kept = json.loads(life.file.read_bytes()) if life.file else {}
+        service.request(action, argument).result(WAIT)
+        kept = life.order
         assert (kept["holding"], kept["target"]) == (action != "target", None if action == "rollback" else "3")
 
 
@@ -249,22 +248,18 @@ def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCap
 
 
 def test_a_full_disk_is_named_with_the_way_out(
-    life: Life, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    life: Life, service: ReceiverService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    service = life.start()
-    life.serves(7)
     monkeypatch.setattr(os, "fsync", fill)
     service.request("hold").result(WAIT)
     (said,) = (text for record in caplog.records if "will not survive" in (text := record.getMessage()))
     assert "No space left on device; make room, or set state_dir" in said
 
 
-def test_version_that_was_held_and_is_gone_is_said(life: Life) -> None:
-    service = life.start()
-    life.serves(7)
+def test_version_that_was_held_and_is_gone_is_said(life: Life, service: ReceiverService) -> None:
     service.request("rollback", 5).result(WAIT)
     life.end()
     life.chain.lose(*range(1, 8))
@@ -315,43 +310,38 @@ def test_nothing_is_written_without_an_order_or_a_place_for_it(life: Life) -> No
 
 
 @pytest.mark.parametrize("seed", seeds(3, 8))
-def test_random_orders_and_restarts(tmp_path: Path, seed: int) -> None:
+def test_random_orders_and_restarts(life: Life, seed: int) -> None:
     """Whatever was asked for and answered last is what is served, also after a restart; every version bit for bit."""
     chance = random.Random(seed)
-    chain = Chain(tmp_path)
-    chain.grow(6)
-    life = Life(chain, undo_bytes=chance.choice([0, 10**9]), stage_bytes=chance.choice([100_000, 10**9]))
-    service = life.start()
-    version, holding, head = 6, False, True
-    life.serves(6)
-    try:
-        for _ in range(14):
-            newest = len(chain.manifests) - 1
-            asked = chance.choice(["target", "head", "rollback", "hold", "release", "grow", "restart"])
-            if asked == "target":
-                version, holding, head = chance.randint(0, newest), False, False
-                service.request("target", str(version)).result(WAIT)
-            elif asked == "head":
-                version, holding, head = newest, False, True
-                service.request("target", "head").result(WAIT)
-            elif asked == "rollback":
-                version, holding = chance.randint(0, version), True
-                service.request("rollback", version).result(WAIT)
-            elif asked == "hold":
-                holding = True
-                service.request("hold").result(WAIT)
-            elif asked == "release":
-                if not head and holding:
-                    continue
-                holding = False
-                service.request("release").result(WAIT)
-            elif asked == "grow":
-                chain.grow(chance.randint(1, 3))
-            else:
-                service = life.start(chance.choice([0, len(chain.manifests) - 1]))
-            if head and not holding:
-                version = len(chain.manifests) - 1
-            life.serves(version)
-            assert service.receiver.status()["holding"] == holding
-    finally:
-        life.end()
+    life.settings |= {"undo_bytes": chance.choice([0, 10**9]), "stage_bytes": chance.choice([100_000, 10**9])}
+    service, chain = life.start(), life.chain
+    version, holding, head = 7, False, True
+    life.serves(7)
+    for _ in range(14):
+        newest = len(chain.manifests) - 1
+        asked = chance.choice(["target", "head", "rollback", "hold", "release", "grow", "restart"])
+        if asked == "target":
+            version, holding, head = chance.randint(0, newest), False, False
+            service.request("target", str(version)).result(WAIT)
+        elif asked == "head":
+            version, holding, head = newest, False, True
+            service.request("target", "head").result(WAIT)
+        elif asked == "rollback":
+            version, holding = chance.randint(0, version), True
+            service.request("rollback", version).result(WAIT)
+        elif asked == "hold":
+            holding = True
+            service.request("hold").result(WAIT)
+        elif asked == "release":
+            if not head and holding:
+                continue
+            holding = False
+            service.request("release").result(WAIT)
+        elif asked == "grow":
+            chain.grow(chance.randint(1, 3))
+        else:
+            service = life.start(chance.choice([0, len(chain.manifests) - 1]))
+        if head and not holding:
+            version = len(chain.manifests) - 1
+        life.serves(version)
+        assert service.receiver.status()["holding"] == holding

@@ -85,33 +85,32 @@ class Site:
         warned: what was logged as a warning or worse.
     """
 
+    service: ReceiverService
+
     def __init__(self, root: Path) -> None:
         self.world = World(root)
         self.warned: list[str] = []
-        self.service: ReceiverService | None = None
 
-    def start(self) -> OneClient:
-        """In the event loop: follow."""
+    async def start(self) -> OneClient:
+        """Follow until version 0 is served."""
         client = OneClient(Core(ModulePort(*self.world.models)))
         settings = Settings(bucket=self.world.url, poll_seconds=0.01, receiver_id="server", prefix_cache="keep")
         self.service = ReceiverService(ServerEnginePort(client, asyncio.get_running_loop(), settings), settings)
         self.service.start()
+        await self.served(0)
         return client
 
     async def served(self, version: int) -> None:
-        assert self.service is not None
         async with asyncio.timeout(WAIT):
             while self.service.receiver.served_version != version:
                 await asyncio.sleep(0.005)
 
     def expect_ended(self) -> None:
         """All threads end, the fleet learns of it, requests are refused, and no warning is logged."""
-        service = self.service
-        assert service is not None
-        service.join(WAIT)
-        assert not any(thread.is_alive() for thread in service._threads)
+        self.service.join(WAIT)
+        assert not any(thread.is_alive() for thread in self.service._threads)
         with pytest.raises(EngineError, match="following has stopped"):
-            service.request("hold").result(WAIT)
+            self.service.request("hold").result(WAIT)
         (heartbeat,) = read_heartbeats(open_run(self.world.url)).stored
         assert heartbeat.heartbeat.state == "left"
         gc.collect()
@@ -131,7 +130,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         warnings.simplefilter("always")
         yield site
     logger.removeHandler(handler)
-    assert site.service is not None
     site.service.stop()
     assert [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)] == []
 
@@ -143,8 +141,7 @@ def test_a_normal_stop_ends_without_a_warning(
     site: Site, new_loop: Callable[[], asyncio.AbstractEventLoop], moment: str, end: str
 ) -> None:
     async def main() -> None:
-        client = site.start()
-        await site.served(0)
+        client = await site.start()
         if moment:
             client.holds = moment
             await asyncio.to_thread(site.world.train, 1)
@@ -165,11 +162,7 @@ def test_a_loop_that_is_closed_before_it_begins_a_call(site: Site) -> None:
     """The call is scheduled and never runs: its coroutine is closed."""
     loop = asyncio.new_event_loop()
 
-    async def main() -> None:
-        site.start()
-        await site.served(0)
-
-    loop.run_until_complete(main())
+    loop.run_until_complete(site.start())
     # The service's next call waits for a loop that no longer runs.
     wait_until(lambda: loop._ready)  # type: ignore[attr-defined]
     loop.close()
@@ -180,8 +173,7 @@ def test_a_stop_lets_a_commit_end_and_begins_no_other(site: Site) -> None:
     """vLLM may let requests in flight finish first; an engine that stays paused would not."""
 
     async def main() -> None:
-        client = site.start()
-        await site.served(0)
+        client = await site.start()
         client.holds = "commit"
         await asyncio.to_thread(site.world.train, 1)
         await asyncio.wait_for(client.held.wait(), WAIT)
@@ -190,7 +182,6 @@ def test_a_stop_lets_a_commit_end_and_begins_no_other(site: Site) -> None:
         await site.served(1)
         assert client.cores[0].state == "UNPAUSED"
         await asyncio.to_thread(site.world.train, 2)
-        assert site.service is not None
         await asyncio.to_thread(site.service.join, WAIT)
         assert site.service.receiver.served_version == 1
         assert client.cores[0].state == "UNPAUSED"
@@ -201,14 +192,12 @@ def test_a_stop_lets_a_commit_end_and_begins_no_other(site: Site) -> None:
 
 def test_an_engine_that_dies_by_itself_is_reported(site: Site) -> None:
     async def main() -> None:
-        client = site.start()
-        await site.served(0)
+        client = await site.start()
         client.die()
         async with asyncio.timeout(WAIT):
             while not site.warned:
                 await asyncio.sleep(0.01)
         assert "the engine failed: EngineDeadError" in site.warned[0]
-        assert site.service is not None
         site.service.stop()
 
     asyncio.run(main())
@@ -216,11 +205,9 @@ def test_an_engine_that_dies_by_itself_is_reported(site: Site) -> None:
 
 def test_a_call_that_an_engine_has_not_answered_ends_with_it(site: Site) -> None:
     async def main() -> None:
-        client = site.start()
-        await site.served(0)
+        client = await site.start()
         client.holds = "describe"
         await asyncio.wait_for(client.held.wait(), WAIT)
-        assert site.service is not None
         asked = site.service.request("sync")
         client.die(answers=False)
         with pytest.raises(EngineError, match="the engine failed: "):
@@ -259,12 +246,10 @@ def in_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
 
 def test_a_cancelled_call_is_no_stop(site: Site) -> None:
     async def main() -> None:
-        client = site.start()
-        await site.served(0)
+        client = await site.start()
         client.cancels = True
         await asyncio.to_thread(site.world.train, 1)
         await site.served(1)
-        assert site.service is not None
         site.service.stop()
 
     asyncio.run(main())

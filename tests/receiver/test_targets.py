@@ -11,14 +11,7 @@ import pytest
 from tests.support.chains import Chain, Server
 from tests.support.hooks import HookedPort, failing
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.errors import (
-    BusyError,
-    ChainError,
-    DeltaSyncError,
-    EngineError,
-    NotFoundError,
-    SettingsError,
-)
+from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, EngineError, NotFoundError, SettingsError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.tags import set_tag
@@ -28,7 +21,7 @@ from vllm_delta_sync.settings import load_settings
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     chain = Chain(tmp_path)
-    chain.grow(6)
+    chain.grow(8)
     return chain
 
 
@@ -55,9 +48,9 @@ def test_fixed_version_is_served_and_not_left(chain: Chain) -> None:
     chain.grow(2)
     server.reaches(4, commits=0)
     status = server.receiver.status()
-    assert (status["state"], status["target"], status["lag"], status["last_error"]) == ("idle", "4", 4, None)
+    assert (status["state"], status["target"], status["lag"], status["last_error"]) == ("idle", "4", 6, None)
     # A bad head does not concern it, and asking for a version goes before the setting.
-    chain.spoil_manifest(8)
+    chain.spoil_manifest(10)
     server.reaches(4, commits=0)
     server.receiver.advance(5)
     server.serves(5)
@@ -106,17 +99,17 @@ def replace_run(chain: Chain) -> None:
 
 
 def rewrite(chain: Chain) -> None:
-    manifest = chain.manifests[6].model_copy(update={"step": 7})
+    manifest = chain.manifests[8].model_copy(update={"step": 9})
     manifest._raw = None
-    (chain.folder / keys.version_key(6)).write_bytes(manifest.to_bytes())
+    (chain.folder / keys.version_key(8)).write_bytes(manifest.to_bytes())
 
 
 @pytest.mark.parametrize(
     ("spoil", "confirmed", "why"),
     [
         (lambda chain: None, True, None),
-        (lambda chain: chain.spoil_manifest(6), False, "0000000006.json"),
-        (lambda chain: (chain.folder / keys.version_key(6)).unlink(), False, "0000000006.json"),
+        (lambda chain: chain.spoil_manifest(8), False, "0000000008.json"),
+        (lambda chain: (chain.folder / keys.version_key(8)).unlink(), False, "0000000008.json"),
         (rewrite, False, "was served"),
         (replace_run, False, "another run"),
         (lambda chain: shutil.rmtree(chain.folder), None, "run.json"),
@@ -133,24 +126,17 @@ def test_verify_looks_into_the_bucket_and_keeps_what_is_served(
     assert (outcome["verdict"], outcome["chain"]) == (True, confirmed)
     assert outcome["reason"] is None if why is None else why in outcome["reason"]
     status = server.receiver.status()
-    assert (status["served"]["version"], status["state"]) == (6, "idle")
-
-
-@pytest.fixture
-def long(tmp_path: Path) -> Chain:
-    chain = Chain(tmp_path)
-    chain.grow(8)
-    return chain
+    assert (status["served"]["version"], status["state"]) == (8, "idle")
 
 
 # Changed while a server runs: forward, back, to a tag
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_target_goes_forward_and_back_and_follows_on(long: Chain, ranks: int) -> None:
-    server = Server(long, long.bits[0], ranks)
+def test_target_goes_forward_and_back_and_follows_on(chain: Chain, ranks: int) -> None:
+    server = Server(chain, chain.bits[0], ranks)
     server.receiver.advance()
-    set_tag(open_run(long.url), "best", 3)
+    set_tag(open_run(chain.url), "best", 3)
     for named, version in (("5", 5), ("tag:best", 3), ("head", 8), ("2", 2)):
         pauses = server.commits
         server.receiver.target(named)
@@ -160,23 +146,23 @@ def test_target_goes_forward_and_back_and_follows_on(long: Chain, ranks: int) ->
         assert (status["target"], status["state"], status["holding"]) == (named, "idle", False)
         server.reaches(version, commits=0)
     server.receiver.target("tag:best")
-    set_tag(open_run(long.url), "best", 6)
+    set_tag(open_run(chain.url), "best", 6)
     server.reaches(6, commits=1)
     server.receiver.target("head")
-    long.grow(1)
+    chain.grow(1)
     server.reaches(9, commits=1)
 
 
 @pytest.mark.parametrize(
     ("named", "error"), [("9", NotFoundError), ("tag:none", NotFoundError), ("4", DeltaSyncError)], ids=str
 )
-def test_target_that_cannot_be_served_changes_nothing(long: Chain, named: str, error: type[DeltaSyncError]) -> None:
-    server = Server(long, long.bits[0], target="6")
+def test_target_that_cannot_be_served_changes_nothing(chain: Chain, named: str, error: type[DeltaSyncError]) -> None:
+    server = Server(chain, chain.bits[0], target="6")
     server.receiver.advance()
     server.receiver.hold()
     # Neither back nor anew.
-    long.lose(4, 5)
-    long.remove(long.manifests[0])
+    chain.lose(4, 5)
+    chain.remove(chain.manifests[0])
     with pytest.raises(error):
         server.receiver.target(named)
     status = server.receiver.status()
@@ -184,11 +170,11 @@ def test_target_that_cannot_be_served_changes_nothing(long: Chain, named: str, e
     server.serves(6)
 
 
-def test_version_that_was_let_go_of_is_refused_by_name(long: Chain) -> None:
-    server = Server(long, long.bits[0])
+def test_version_that_was_let_go_of_is_refused_by_name(chain: Chain) -> None:
+    server = Server(chain, chain.bits[0])
     server.receiver.advance()
-    long.beside_it(7)
-    collect(open_run(long.url), RetentionPolicy(keep_last=1, min_age=0), now=time.time() + 1e6)
+    chain.beside_it(7)
+    collect(open_run(chain.url), RetentionPolicy(keep_last=1, min_age=0), now=time.time() + 1e6)
     with pytest.raises(NotFoundError, match="version 3 is no longer retained"):
         server.receiver.rollback(3)
     server.serves(8)
@@ -219,11 +205,11 @@ def test_back_across_what_cannot_be_taken_back(tmp_path: Path, what: str) -> Non
 
 
 @pytest.mark.parametrize("why", ["damaged", "little memory"])
-def test_back_is_rebuilt_where_steps_cannot_be_taken(long: Chain, why: str) -> None:
-    server = Server(long, long.bits[0], stage_bytes=0 if why == "little memory" else 2**30)
+def test_back_is_rebuilt_where_steps_cannot_be_taken(chain: Chain, why: str) -> None:
+    server = Server(chain, chain.bits[0], stage_bytes=0 if why == "little memory" else 2**30)
     server.receiver.advance()
     if why == "damaged":
-        long.damage(long.manifests[6])
+        chain.damage(chain.manifests[6])
     pauses = server.commits
     server.receiver.rollback(4)
     assert server.commits == pauses + 1
@@ -231,8 +217,8 @@ def test_back_is_rebuilt_where_steps_cannot_be_taken(long: Chain, why: str) -> N
 
 
 @pytest.mark.parametrize("named", ["head", "6"])
-def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -> None:
-    server = Server(long, long.bits[0], port=HookedPort, target=named)
+def test_the_target_in_force_that_fails_is_no_success(chain: Chain, named: str) -> None:
+    server = Server(chain, chain.bits[0], port=HookedPort, target=named)
     port = server.port
     server.receiver.advance(4)
     server.receiver.hold()
@@ -241,20 +227,18 @@ def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -
         server.receiver.target(named)
     status = server.receiver.status()
     assert (status["target"], status["served"]["version"], status["state"]) == (named, 4, "held")
-    head = long.folder / "HEAD.json"
-    head.rename(long.folder / "away")
-    (long.folder / "versions").rename(long.folder / "gone")
+    head = chain.folder / "HEAD.json"
+    head.rename(chain.folder / "away")
+    (chain.folder / "versions").rename(chain.folder / "gone")
     with pytest.raises(DeltaSyncError):
         server.receiver.target(named)
-    (long.folder / "away").rename(head)
-    (long.folder / "gone").rename(long.folder / "versions")
+    (chain.folder / "away").rename(head)
+    (chain.folder / "gone").rename(chain.folder / "versions")
     server.receiver.target(named)
     server.serves(8 if named == "head" else 6)
 
 
-def test_head_that_fails_while_nothing_is_served_does_not_become_the_target(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
-    chain.grow(6)
+def test_head_that_fails_while_nothing_is_served_does_not_become_the_target(chain: Chain) -> None:
     server = Server(chain, [np.roll(bits, 1) for bits in chain.bits[0]], target="3")
     hidden = {ref.key: (chain.folder / ref.key).read_bytes() for ref in chain.manifests[0].objects}
     for key in hidden:
