@@ -75,10 +75,6 @@ def processes(world: World, tmp_path: Path, folder: Path) -> Iterator[list[Proce
             process.end()
 
 
-def roles(processes: list[Process]) -> list[str]:
-    return [process.status()["role"] for process in processes]
-
-
 def leader_of(processes: list[Process]) -> Process:
     (leader,) = (process for process in processes if process.status()["role"] == "leader")
     return leader
@@ -110,7 +106,7 @@ def test_one_leads_at_a_time_and_each_answers(world: World, processes: list[Proc
     # It is killed twice, and each time another takes over and serves what comes next.
     alive = list(processes)
     for version in (3, 4, 5):
-        assert sorted(roles(alive)) == ["follower"] * (len(alive) - 1) + ["leader"]
+        assert sorted(process.status()["role"] for process in alive) == ["follower"] * (len(alive) - 1) + ["leader"]
         leader = leader_of(alive)
         world.train(version)
         for process in alive:

@@ -14,8 +14,6 @@ from tests.support.running import run_python
 from tests.tools.models.reachable import differences
 
 SECONDS = 400
-
-
 REPRESENTATIVES = {
     "Qwen3ForCausalLM": "projections fused, norms copied",
     "Gemma2ForCausalLM": "head and embedding tied",
@@ -26,8 +24,6 @@ REPRESENTATIVES = {
     "LlamaForCausalLM@pooling": "made an embedding model by vLLM, which drops the head",
     "Qwen3ForSequenceClassification@pooling": "a classifier in float32, beside weights in bfloat16",
 }
-
-
 OTHERS = [
     "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM",
     "Phi3ForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "JambaForCausalLM",
@@ -36,8 +32,6 @@ OTHERS = [
     "RobertaForSequenceClassification@pooling", "Qwen2ForRewardModel@pooling", "GPT2ForSequenceClassification@pooling",
     "Glm4MoeForCausalLM@mtp", "DeepseekV3ForCausalLM@mtp", "Qwen3NextForCausalLM@mtp", "ExaoneMoeForCausalLM@mtp",
 ]  # fmt: skip
-
-
 FAMILIES = [*REPRESENTATIVES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 """One family per way in which a loader goes about it for every run, the others for ``make test-full``."""
 

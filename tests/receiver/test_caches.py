@@ -228,9 +228,7 @@ ACTIONS = st.tuples(
 
 
 @given(actions=st.lists(ACTIONS, min_size=10, max_size=60))
-def test_no_order_of_requests_and_commits_finds_blocks_of_other_weights(
-    actions: list[tuple[str, int, int]],
-) -> None:
+def test_no_order_of_requests_and_commits_finds_blocks_of_other_weights(actions: list[tuple[str, int, int]]) -> None:
     engine = Engine()
     waiting: list[Request] = []
     for action, choice, size in actions:
@@ -273,6 +271,10 @@ TIERS = {"spec_name": "TieringOffloadingSpec"}
 PARTS = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]
 
 
+def always(words: str) -> dict[str, str]:
+    return dict.fromkeys(("reset", "salt", "keep"), words)
+
+
 @pytest.mark.parametrize(
     ("found", "refused"),
     [
@@ -280,18 +282,12 @@ PARTS = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnecto
         (config("OffloadingConnector"), {}),
         (config("OffloadingConnector", extra=TIERS), {"reset": "set prefix_cache to salt"}),
         (config("SimpleCPUOffloadConnector"), {"salt": "set prefix_cache to reset"}),
-        (config("ExampleConnector"), dict.fromkeys(("reset", "salt", "keep"), "'ExampleConnector': keys and values")),
-        (config("OffloadingConnector", module="mine"), dict.fromkeys(("reset", "salt", "keep"), "leave it out")),
-        (config("Unheard"), dict.fromkeys(("reset", "salt", "keep"), "'Unheard'")),
+        (config("ExampleConnector"), always("'ExampleConnector': keys and values")),
+        (config("OffloadingConnector", module="mine"), always("leave it out")),
+        (config("Unheard"), always("'Unheard'")),
         (config("MultiConnector", extra={"connectors": PARTS[:1]}), {}),
-        (
-            config("MultiConnector", extra={"connectors": PARTS}),
-            dict.fromkeys(("reset", "salt", "keep"), "'NixlConnector'"),
-        ),
-        (
-            config(encoders="ECExampleConnector"),
-            dict.fromkeys(("reset", "salt", "keep"), "--ec-transfer-config has connector 'ECExampleConnector'"),
-        ),
+        (config("MultiConnector", extra={"connectors": PARTS}), always("'NixlConnector'")),
+        (config(encoders="ECExampleConnector"), always("--ec-transfer-config has connector 'ECExampleConnector'")),
     ],
 )
 def test_connectors_are_followed_or_refused_by_name(found: Any, refused: dict[str, str]) -> None:

@@ -29,13 +29,6 @@ def destination_of(bits: np.ndarray, dtype: str) -> Destination:
     return Destination("weight", TORCH_DTYPES[dtype], flat.view(SIGNED[bits.itemsize]))
 
 
-def staged_whole(old: np.ndarray, new: np.ndarray, routes: RouteMap) -> StagedPatch:
-    """A version that replaces the one tensor."""
-    held = fingerprint_tensor("weight", old)
-    changes = Changes([], [Full(0, new)], {0: fingerprint_tensor("weight", new) - held})
-    return route_changes(1, changes, routes, [held])
-
-
 @st.composite
 def patches(draw: st.DrawFn) -> tuple[str, np.ndarray, RoutePatch]:
     """A dtype, random bits, and a random patch over them."""
@@ -144,7 +137,9 @@ def test_exchange_takes_little_memory_whatever_the_shape(
     memory = WeightMemory(SimulatedDevice() if on_device else None)
     routes = RouteMap(TensorTable([TensorSpec("weight", "BF16", shape)]), [destination], [[route]], memory=memory)
     new = np.arange(1, numel + 1, dtype=element.uint)
-    staged = staged_whole(np.zeros(numel, element.uint), new, routes)
+    held = fingerprint_tensor("weight", np.zeros(numel, element.uint))
+    changes = Changes([], [Full(0, new)], {0: fingerprint_tensor("weight", new) - held})
+    staged = route_changes(1, changes, routes, [held])
     apply_patch(staged, routes)
     bits = whole.flat.numpy().view(element.uint)
     assert np.array_equal(bits[::2], new)

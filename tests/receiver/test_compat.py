@@ -22,8 +22,6 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
 
 ENGINE = Path(patches.__file__).parents[1]
-
-
 INSTALLED = patches.distribution_version()
 
 
@@ -52,8 +50,6 @@ class Touch:
 
 
 CORE = "a controller that is lost in the middle of a commit leaves generation paused"
-
-
 BREAKS = {
     "CORE": CORE,
     "STALE": "answers may come from keys and values of older weights",
@@ -72,15 +68,9 @@ BREAKS = {
     "HEADS": "a head that is tied because it equals the embedding is not followed once it differs",
     "DERIVED": "what vLLM computes from weights after loading goes stale",
 }
-
-
 CONSTRUCTORS = {"__init__", "__post_init__", "_init_executor", "load_lora_model", "create_lora_manager"}
-
-
 MODEL_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """V1, which vLLM uses where there is no Triton, and V2; the table names both as MODEL_RUNNERS."""
-
-
 TABLE = """
 compat/patches.py | CPU
     vllm.model_executor.layers: utils.dispatch_cpu_unquantized_gemm(layer, remove_weight) only

@@ -8,13 +8,7 @@ import pytest
 from tests.support.compiled import IDENTIFY
 from tests.support.running import run_python
 
-EXPECTED = (
-    "fingerprint_box",
-    "commit_each",
-    "merge_layers",
-    "decode_tensors",
-    "fill_tables",
-)
+EXPECTED = ("fingerprint_box", "commit_each", "merge_layers", "decode_tensors", "fill_tables")
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,6 @@ def copied(model: Toy, name: str, tensor: torch.Tensor) -> object:
     return model.weight.data.copy_(tensor)
 
 
-def padded_over(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    copied(model, name, tensor)
-    model.weight.data[3:].fill_(0)
-
-
 def asserted(model: Toy, name: str, tensor: torch.Tensor) -> None:
     """As vLLM's loaders do, without a message; pytest would add one to an ``assert``."""
     parameter = model.weight
@@ -68,14 +63,10 @@ def asserted(model: Toy, name: str, tensor: torch.Tensor) -> None:
         (lambda m, n, t: torch.add(t, 1, out=m.weight.data), ONE, "t0.*not a copy"),
         (lambda m, n, t: m.weight.data.fill_(t.flatten()[0].item()), ONE, "t0.*raised"),
         (lambda m, n, t: {}[n], ONE, "t0.*raised KeyError"),
-        (
-            asserted,
-            table((5, 6)),
-            r"t0' cannot be routed: .* raised AssertionError; it is \[5, 6\] in the run",
-        ),
+        (asserted, table((5, 6)), r"t0' cannot be routed: .* raised AssertionError; it is \[5, 6\] in the run"),
         (copied, table((4, 6), dtype="F32"), r"casts t0 from torch\.float32 .* base="),
         (copied, table((4, 6), (4, 6)), "'t0' and 't1' are loaded to the same memory"),
-        (padded_over, ONE, "padding"),
+        (lambda m, n, t: (copied(m, n, t), m.weight.data[3:].fill_(0)), ONE, "padding"),
         (lambda m, n, t: m.weight.data[:2].copy_(t[:2]), ONE, "'weight' gets 12 of its 24"),
     ],
 )

@@ -32,8 +32,6 @@ from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import load_settings
 
 POLL = 0.02
-
-
 LOGGERS = ("vllm.delta_sync", "vllm_delta_sync.bucket")
 
 

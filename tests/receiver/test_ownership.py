@@ -118,11 +118,7 @@ def test_repeated_elements_are_not_injective() -> None:
 
 
 ROWS, COLUMNS = 12, 8
-
-
 TABLE = TensorTable([TensorSpec("a", "BF16", (ROWS, COLUMNS)), TensorSpec("b", "BF16", (4,))])
-
-
 WHOLE = Region(0, (ROWS * COLUMNS,), (1,))
 
 

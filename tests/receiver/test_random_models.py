@@ -43,10 +43,6 @@ class Layer:
     """Whether its author would call it patchable; a loader that computes must be refused."""
 
 
-def rows(start: int, count: int) -> Write:
-    return lambda memory, number, tensor: memory.narrow(0, start + number * count, count).copy_(tensor)
-
-
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
     """A layer of some rows and columns, loaded in one of many ways."""

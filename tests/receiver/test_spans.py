@@ -21,8 +21,6 @@ from vllm_delta_sync.engine.observe import spans
 from vllm_delta_sync.engine.observe.spans import add_spans
 
 DONE = "data: [DONE]\n\n"
-
-
 Step = tuple[int, str, list[tuple[str, int, int]] | None] | tuple[int, str, list[tuple[str, int, int]] | None, str]
 """Choice, text (a token per letter), spans if it is its last (None: more to come), and why it ended."""
 
@@ -140,8 +138,6 @@ TWO_PROMPTS = (
     [(0, "ab", None), (1, "x", None), (0, "c", [("3", 0, 2), ("4", 2, 3)]), (1, "y", [("4", 0, 2)])],
     [(1, "k", [("default", 0, 1)]), (0, "lm", None), (0, "n", [("3", 0, 3)])],
 )
-
-
 EXPECTED = [span(0, 3, 0, 2), span(0, 4, 2, 3), span(1, 4, 0, 2), span(2, 3, 0, 3), span(3, None, 0, 1)]
 
 
@@ -243,23 +239,11 @@ async def consume(stream: Any) -> None:
 
 
 MEMBER = '"delta_sync":{"run":"r","spans":[]}'
-
-
 CHUNK = 'data: {"choices":[1]}\n\n'
-
-
 USAGE = 'data: {"choices":[],"usage":{"n":1.0}}\n\n'
-
-
 ODD = 'data: {"choices": [ {"text":"}\\n\\u00e9é \\"delta_sync\\"", "x": 1e400, "y":-0.0} ] }\n\n'
-
-
 FULL = 'data: {"id":"a","object":"o","created":3,"model":"m","choices":[1],"usage":{}}\n\n'
-
-
 OWN = f'data: {{"id":"a","object":"o","created":3,"model":"m","choices":[],{MEMBER}}}\n\n'
-
-
 NO_CHUNKS = ['data: {"error":{"code":500}}\n\n', ": keep-alive\n\n", "data: {\n\n", "data: [1]\n\n", "data: 5\n\n"]
 
 

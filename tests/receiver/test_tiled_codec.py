@@ -30,13 +30,7 @@ from vllm_delta_sync.engine.staging import live_base
 from vllm_delta_sync.engine.staging import stage as reading
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, open_steps
-from vllm_delta_sync.errors import (
-    DeltaSyncError,
-    EngineError,
-    FingerprintError,
-    FormatError,
-    UnsupportedError,
-)
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, FormatError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.objects import read_object
