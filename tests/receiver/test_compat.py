@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -431,6 +432,7 @@ def flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
         yield from flat(inner) if inner else (one,)
 
 
+@cache
 def imports_of_vllm() -> list[tuple[str, str]]:
     """(file, name as it would be written with dots) of everything of vLLM's that the engine package imports."""
     found = []
