@@ -23,6 +23,7 @@ from vllm_delta_sync.engine.api import access, admission, routes
 from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, FollowerClient, LeaderServer
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.readiness import readiness
+from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.limits import MAX_VERSION
 
 
@@ -106,6 +107,14 @@ def test_bug_is_answered_without_credentials(site: Site, monkeypatch: pytest.Mon
     assert answer.json()["error"]["kind"] == "engine"
     assert "https://store.example/a" in answer.text
     assert "hidden" not in answer.text
+
+
+def test_status_shows_no_credentials(site: Site) -> None:
+    board = site.service.receiver.board
+    board.report_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
+    text = site.client().get("/delta_sync/status").text
+    assert "s3://bucket/run" in text
+    assert "hidden" not in text
 
 
 # Admission by version, readiness and waiting, on a real socket
