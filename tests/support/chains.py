@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from tests.support.modules import SHAPES, FusedModel, ModulePort, ShardedModel
+from tests.support.modules import SHAPES, ModulePort, ShardedModel
 from tests.support.samples import RunWriter, nudge
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
@@ -26,9 +26,9 @@ def tensors_of(bits: list[Bits], table: TensorTable = TABLE) -> list[tuple[str, 
     return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(table)]
 
 
-def models_of(bits: list[Bits], ranks: int = 1) -> list[Any]:
+def models_of(bits: list[Bits], ranks: int = 1) -> list[ShardedModel]:
     """Models loaded with those weights by their own loaders."""
-    models: list[Any] = [FusedModel()] if ranks == 1 else [ShardedModel(rank, ranks) for rank in range(ranks)]
+    models = [ShardedModel(rank, ranks) for rank in range(ranks)]
     for model in models:
         model.load_weights(tensors_of(bits))
     return models

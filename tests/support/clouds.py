@@ -19,8 +19,6 @@ ANYBODY = {
     "AZURE_SKIP_SIGNATURE": "true",
     "AZURE_STORAGE_ACCOUNT_NAME": "account",
 }
-
-
 _NOBODY = f"127.0.0.1:{closed_port()}"
 NOWHERE = {
     **dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"), f"http://{_NOBODY}"),

@@ -16,14 +16,8 @@ from vllm_delta_sync.format.kernels import BITS, FINAL, GOLDEN, LANE, PREMIX, S2
 from vllm_delta_sync.tensors.bits import Bits
 
 ROUNDS = 7
-
-
 KEPT = 2**16
-
-
 ELEMENTS = 2**ROUNDS
-
-
 Words = npt.NDArray[np.uint64]
 
 

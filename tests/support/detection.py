@@ -10,7 +10,7 @@ from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.device_memory import Kernels
-from trainer_side.diff.device_queue import DeviceQueue, open_queue
+from trainer_side.diff.device_queue import open_queue
 from trainer_side.diff.engine import Detector
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
@@ -85,11 +85,10 @@ def collect_on_device(
     held: BaselineBuffer,
     live: torch.Tensor,
     log: ChangeLog,
-    queue: DeviceQueue | None = None,
     kernels: Kernels | None = None,
 ) -> Fingerprint:
     """What a publish does with one tensor on a device; by default host memory stands for it."""
-    comparer = DeviceComparer(queue or open_queue(live.device), TensorTable([spec]), kernels)
+    comparer = DeviceComparer(open_queue(live.device), TensorTable([spec]), kernels)
     comparer.add(spec, held, live, log)
     counted = comparer.finish()
     assert counted == {log: log.size}

@@ -32,11 +32,6 @@ def text(stride: int, start: int = 0, length: int = WINDOW) -> list[int]:
     return [3 + (start + position) * stride % CYCLE for position in range(length)]
 
 
-def _batch(stride: int, generator: torch.Generator, rows: int = 8) -> torch.Tensor:
-    starts = torch.randint(0, CYCLE, (rows,), generator=generator).tolist()
-    return torch.tensor([text(stride, start) for start in starts])
-
-
 class Head(nn.Module):
     """A head for a model; each class is under the names of its checkpoints, as vLLM's loader reads them.
 
@@ -196,35 +191,32 @@ class Drafted:
         published: what a publisher takes; its names are those of a run once ``rename`` is applied.
     """
 
-    def __init__(self, model: PreTrainedModel, head: Any, seed: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, head: Any) -> None:
         self.model, self.head = model, head
         self.published: nn.Module = model
         self.rename: dict[str, str] | None = None
         if head.own_checkpoint:
             self.published, self.rename = nn.ModuleDict({"policy": model, "draft": head}), {"policy.": ""}
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         own = list(head.parameters())
         known = {id(parameter) for parameter in own}
         body = [parameter for parameter in model.parameters() if id(parameter) not in known]
         self._of_model = torch.optim.AdamW(body, lr=2e-3, weight_decay=0.0)
         self._of_head = torch.optim.AdamW(own, lr=4e-3, weight_decay=0.0)
 
-    def train(self, stride: int, steps: int) -> tuple[float, float]:
-        """Train both on one text; return the last losses of the model and of the head."""
-        loss = loss_of_head = torch.zeros(())
+    def train(self, stride: int, steps: int) -> None:
+        """Train both on one text."""
         for _ in range(steps):
-            tokens = _batch(stride, self._generator)
+            starts = torch.randint(0, CYCLE, (8,), generator=self._generator).tolist()
+            tokens = torch.tensor([text(stride, start) for start in starts])
             found = self.model(input_ids=tokens, labels=tokens, output_hidden_states=True)
-            loss = found.loss
             self._of_model.zero_grad()
-            loss.backward()
+            found.loss.backward()
             self._of_model.step()
             logits = self.head.logits(self.model, tokens, tuple(each.detach() for each in found.hidden_states))
-            loss_of_head = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten())
             self._of_head.zero_grad()
-            loss_of_head.backward()
+            functional.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten()).backward()
             self._of_head.step()
-        return float(loss.detach()), float(loss_of_head.detach())
 
     def save(self, folder: Path) -> Path:
         """Write what a server is started from: the model in bfloat16, and a head of its own in its subfolder."""

@@ -19,7 +19,6 @@ from vllm_delta_sync.tensors.bits import Bits
 
 def held(folder: Path) -> dict[str, bytes]:
     """Name → bytes of the tensors of a checkpoint, read as others do: by its index, with the safetensors library."""
-    import torch
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -34,9 +33,17 @@ def held(folder: Path) -> dict[str, bytes]:
         with safe_open(folder / name, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             assert set(file.keys()) == {tensor for tensor, place in places.items() if place == name}
-            for tensor in sorted(set(file.keys())):
-                found[tensor] = file.get_tensor(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()
+        found |= tensors_in(folder / name)
     return found
+
+
+def tensors_in(*files: Path) -> dict[str, bytes]:
+    """Name → bytes of the tensors in files, by the safetensors library."""
+    import torch
+    from safetensors.torch import load_file
+
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
 
 
 def expected(table: TensorTable, bits: list[Bits]) -> dict[str, bytes]:

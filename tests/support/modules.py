@@ -32,38 +32,6 @@ SHAPES = {
 """Of the tensors that FusedModel loads, by checkpoint name."""
 
 
-class FusedModel(nn.Module):
-    """Fused projections, a padded vocabulary, a transposed weight and a tied head, in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16), requires_grad=False)
-
-        self.qkv = parameter(3 * 16, WIDTH)
-        self.embedding = parameter(64, WIDTH)
-        self.transposed = parameter(WIDTH, 24)
-        self.norm = parameter(WIDTH)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded = set()
-        for name, tensor in weights:
-            if name in ("q.weight", "k.weight", "v.weight"):
-                self.qkv.data.narrow(0, 16 * "qkv".index(name[0]), 16).copy_(tensor)
-            elif name == "embedding.weight":
-                self.embedding.data[: tensor.shape[0]].copy_(tensor)
-                self.embedding.data[tensor.shape[0] :].fill_(0)
-            elif name == "out.weight":
-                self.transposed.data.copy_(tensor.t())
-            elif name == "model.norm.weight":
-                self.norm.data.copy_(tensor)
-            elif name == "head.weight":
-                continue
-            loaded.add(name)
-        return loaded
-
-
 def checkpoint_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Tensors that FusedModel loads, by checkpoint name, as a trainer would hold them (float32)."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,7 +51,8 @@ def save_base(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 class ShardedModel(nn.Module):
-    """One tensor-parallel rank of FusedModel: q and embedding in rows, out in columns, k, v and norm copied."""
+    """A model or a tensor-parallel rank of it, in bfloat16: fused projections, a padded vocabulary, a transposed weight
+    and a tied head. q and embedding are cut in rows, out in columns; k, v and norm are copied."""
 
     def __init__(self, rank: int, ranks: int = 2) -> None:
         super().__init__()
@@ -115,8 +84,17 @@ class ShardedModel(nn.Module):
                 self.transposed.data.copy_(tensor.narrow(1, self.rank * columns, columns).t())
             elif name == "model.norm.weight":
                 self.norm.data.copy_(tensor)
+            elif name == "head.weight":
+                continue
             loaded.add(name)
         return loaded
+
+
+class FusedModel(ShardedModel):
+    """The whole model."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
 
 
 def named(request: RankRequest[Any]) -> tuple[str, dict[str, Any]]:

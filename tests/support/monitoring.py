@@ -44,7 +44,6 @@ class Query:
     """
 
     of: str
-    expression: str
     selectors: tuple[Selector, ...]
     grouped: tuple[str, ...]
 
@@ -63,7 +62,7 @@ class Query:
             if _MATCHER.sub("", found["matchers"] or ""):
                 raise ValueError(f"{of}: cannot read {found[0]!r}")
             selectors.append(Selector(found["name"], matchers))
-        return cls(of, expression, tuple(selectors), tuple(filter(None, grouped)))
+        return cls(of, tuple(selectors), tuple(filter(None, grouped)))
 
 
 def alerts() -> list[dict[str, Any]]:

@@ -23,16 +23,16 @@ DEADLINE_SECONDS = 120.0
 """After which a test says that something hangs."""
 
 
-def hear(subscriber: NoticeSubscriber, version: int, seconds: float = DEADLINE_SECONDS) -> None:
+def hear(subscriber: NoticeSubscriber, version: int) -> None:
     """Listen until that version is announced."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + DEADLINE_SECONDS
     heard = None
     while time.monotonic() < deadline:
         notice = subscriber.receive(0.05)
         heard = heard if notice is None else notice.version
         if heard == version:
             return
-    raise AssertionError(f"no notice of version {version} within {seconds} s, the last was of {heard}")
+    raise AssertionError(f"no notice of version {version} within {DEADLINE_SECONDS} s, the last was of {heard}")
 
 
 def hears_nothing(subscriber: NoticeSubscriber, seconds: float = 2.5) -> None:

@@ -24,8 +24,8 @@ class TcpProxy:
         port: where clients connect; stays the same. connections: how many were accepted.
     """
 
-    def __init__(self, target_port: int, target_host: str = HOST, host: str = HOST) -> None:
-        self._host, self._target = host, (target_host, target_port)
+    def __init__(self, target_port: int, host: str = HOST) -> None:
+        self._host, self._target = host, (HOST, target_port)
         self._carried: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._flowing = asyncio.Event()

@@ -109,10 +109,10 @@ def whole_object(table: TensorTable, bits: list[Bits]) -> bytes:
         return path.read_bytes()
 
 
-def ref_of(data: bytes) -> ObjectRef:
+def ref_of(data: bytes, rank: int = 0) -> ObjectRef:
     """How a manifest names an object."""
     digest = sha256(data).hexdigest()
-    return ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest)
+    return ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest, rank=rank)
 
 
 class RunWriter:
@@ -282,9 +282,7 @@ class RunWriter:
         if kind != "delta":
             names = [spec.name for spec in self.table]
             fields["tensor_fingerprints"] = {name: value.hex() for name, value in zip(names, per_tensor, strict=True)}
-        refs = []
-        for rank, data in enumerate(objects):
-            refs.append(self._put(data, rank))
+        refs = [self._put(data, rank) for rank, data in enumerate(objects)]
         base = fields.get("base_version")
         if version and base != version - 1:
             self.breaks.append(Break(version=version, base_version=base))  # type: ignore[arg-type]
@@ -315,7 +313,6 @@ class RunWriter:
         return manifest
 
     def _put(self, data: bytes, rank: int = 0) -> ObjectRef:
-        digest = sha256(data).hexdigest()
-        ref = ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest, rank=rank)
+        ref = ref_of(data, rank)
         self.bucket.put(ref.key, data)
         return ref

@@ -11,8 +11,6 @@ from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.settings import Settings
 
 POLL = 0.05
-
-
 WAIT = 120
 
 

@@ -29,8 +29,8 @@ ROOT, PUBLISHER, NEXT, STRANGER = (signer(number) for number in (1, 2, 3, 4))
 class Signed(Whole):
     """As ``Whole``, with everything signed by ``writer.keyring``, and read with the root's key."""
 
-    def __init__(self, keyring: Keyring = ROOT, bucket: Bucket | None = None, seed: int = 0) -> None:
-        self.random = np.random.default_rng(seed)
+    def __init__(self, keyring: Keyring = ROOT, bucket: Bucket | None = None) -> None:
+        self.random = np.random.default_rng(0)
         self.bucket = bucket or MemoryBucket()  # type: ignore[assignment]
         self.writer = RunWriter(self.bucket, TABLE, keyring=keyring)
         self.anchor(random_bits(TABLE, self.random))

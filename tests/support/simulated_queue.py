@@ -45,7 +45,7 @@ class SimulatedQueue(DeviceQueue):
         memory, used: bytes that the device has, None for no end; and those in use.
     """
 
-    def __init__(self, seed: int | None = None, memory: int | None = None) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         super().__init__(torch.device("cpu"))
         self._random = None if seed is None else random.Random(seed)
         self.current = "default"
@@ -54,7 +54,8 @@ class SimulatedQueue(DeviceQueue):
         }
         self._done = dict.fromkeys(self._streams, 0)
         self._own: set[int] = set()
-        self.memory, self.used = memory, 0
+        self.memory: int | None = None
+        self.used = 0
         self.record_of = Record()
 
     def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

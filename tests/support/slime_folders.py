@@ -11,6 +11,8 @@ import zstandard
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.support.exporting import tensors_in
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -35,25 +37,14 @@ def deltas(root: Path) -> list[int]:
     return [version for version in versions(root) if is_delta(folder_of(root, version))]
 
 
-def tensors_in(folder: Path, names: set[str]) -> dict[str, bytes]:
-    """Name → bytes of all tensors in these files, which must be all of the folder's."""
-    assert names == {path.name for path in folder.glob("*.safetensors")}
-    found: dict[str, bytes] = {}
-    for name in sorted(names):
-        with safe_open(folder / name, "pt") as file:
-            for tensor in file.keys():  # noqa: SIM118 - it is no dict
-                import torch
-
-                found[tensor] = file.get_tensor(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()
-    return found
-
-
 def rebuilt(root: Path, version: int) -> dict[str, bytes]:
     """Name → bytes of a version, as a new reader has them: from the newest whole checkpoint, delta by delta."""
     folder = folder_of(root, version)
     index = index_of(folder)
     places: dict[str, str] = index["weight_map"]
-    stored = tensors_in(folder, set(places.values()))
+    files = {path.name for path in folder.glob("*.safetensors")}
+    assert set(places.values()) == files
+    stored = tensors_in(*(folder / name for name in sorted(files)))
     assert set(stored) == set(places)
     assert index["metadata"]["version"] == f"{version:06d}"
     if not is_delta(folder):

@@ -73,14 +73,14 @@ def save_modelopt(model: PreTrainedModel, path: Path) -> Path:
     return save(model, path, found, **recipe)
 
 
-def save_blocks(model: PreTrainedModel, path: Path, size: int = 64) -> Path:
+def save_blocks(model: PreTrainedModel, path: Path) -> Path:
     """fp8 with block scales in float32, by the formula of ``Fp8Quantize`` in transformers, block by block."""
 
     def quantize(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = block.abs().max().reciprocal() * 448  # as torch divides a number by a tensor
         return (block * scale).clamp(-448, 448), scale.reciprocal()
 
-    return save_fp8(model, path, size, quantize)
+    return save_fp8(model, path, 64, quantize)
 
 
 def save_powers(model: PreTrainedModel, path: Path, size: int = 64, dtype: torch.dtype = torch.float32) -> Path:

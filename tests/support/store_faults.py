@@ -31,15 +31,12 @@ def dressed(bucket: Bucket, options: StoreOptions, metrics: StoreUsage) -> Bucke
 
 
 class FlakyBucket(BucketMiddleware):
-    """Breaks off at random, before or after what was asked for has happened, but never ``most`` times in a row."""
+    """Breaks off at random, before or after what was asked for has happened, but never four times in a row."""
 
-    def __init__(self, inner: Bucket, chance: random.Random, share: float = 0.5, most: int = 4) -> None:
+    def __init__(self, inner: Bucket, chance: random.Random) -> None:
         super().__init__(inner)
-        self.failures = 0
+        self.failures = self._row = 0
         self._chance = chance
-        self._share = share
-        self._most = most
-        self._row = 0
 
     def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
         self._fail_at_times()
@@ -55,7 +52,7 @@ class FlakyBucket(BucketMiddleware):
         self._fail_at_times()
 
     def _fail_at_times(self) -> None:
-        if self._row + 1 < self._most and self._chance.random() < self._share:
+        if self._row < 3 and self._chance.random() < 0.5:
             self._row += 1
             self.failures += 1
             raise UnavailableError("the connection was cut; check the network")

@@ -29,9 +29,7 @@ def key_of(worker: str, number: int) -> str:
     return f"trajectories/{worker}/{number:010d}.json.gz"
 
 
-def some_batch(
-    number: int = 0, version: int = 0, run: str = RUN, worker: str = "w1", groups: int = 2
-) -> dict[str, Any]:
+def some_batch(number: int = 0, version: int = 0, run: str = RUN, worker: str = "w1") -> dict[str, Any]:
     """A batch with three plays of each game, log-probs drawn at random; the same for the same arguments."""
     rng = random.Random(f"{worker} {number}")
     games = []

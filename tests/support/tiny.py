@@ -43,15 +43,6 @@ SIZES = {
 }
 
 
-def config_of(family: str) -> PretrainedConfig:
-    """A small config; ``qwen3`` ties its head, ``llama`` does not.
-
-    Raises:
-        KeyError: the family is not one of FAMILIES.
-    """
-    return FAMILIES[family]()
-
-
 def _without_head_dim() -> dict[str, Any]:
     return {name: value for name, value in SIZES.items() if name != "head_dim"}
 
@@ -112,7 +103,7 @@ def make_model(family: str, seed: int = 0, **sizes: int) -> PreTrainedModel:
         sizes: fields of its config that are to be others.
     """
     torch.manual_seed(seed)
-    config = config_of(family)
+    config = FAMILIES[family]()
     config.update(sizes)
     config.dtype = torch.float32
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)

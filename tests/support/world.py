@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.support.modules import FusedModel, ModulePort, ShardedModel, checkpoint_tensors, save_base
+from tests.support.modules import ModulePort, ShardedModel, checkpoint_tensors, save_base
 from trainer_side import Publisher
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError
@@ -30,11 +30,10 @@ class World:
         ranks: int = 1,
         url: str | None = None,
         notice: str | None = None,
-        tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.url = url or str(root / "run")
         self.with_base = with_base
-        self.tensors = checkpoint_tensors() if tensors is None else tensors
+        self.tensors = checkpoint_tensors()
         base = save_base(root / "base", self.tensors) if with_base else None
         # No merged deltas: how many versions a commit takes must not be a matter of time.
         self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, merge=False)  # type: ignore[arg-type]
@@ -49,11 +48,9 @@ class World:
         self.made.remove(self)
         self.publisher.close(finish=False)
 
-    def fresh(self) -> list[Any]:
+    def fresh(self) -> list[ShardedModel]:
         """Models with the trainer's tensors as they are now, loaded by their own loaders."""
-        models: list[Any] = (
-            [FusedModel()] if self.ranks == 1 else [ShardedModel(r, self.ranks) for r in range(self.ranks)]
-        )
+        models = [ShardedModel(rank, self.ranks) for rank in range(self.ranks)]
         for model in models:
             model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in self.tensors.items())
         return models

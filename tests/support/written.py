@@ -142,10 +142,10 @@ class Written:
         for kind in kinds:
             self.delta(kind)
 
-    def publish_by_ranks(self, ranks: int = 2, codec: Codec = "plain", share: float = 0.1) -> Manifest:
+    def publish_by_ranks(self, ranks: int, codec: Codec = "plain") -> Manifest:
         """A delta of several objects, each with elements of any tensor, as the ranks of a trainer write them."""
         old, version = self.writer.bits[-1], self.head + 1
-        new = nudge(old, self.random, share)
+        new = nudge(old, self.random, 0.1)
         owners = [self.random.integers(0, ranks, array.size) for array in old]
         context = DeltaContext(self.writer.run, version, version - 1)
         objects, changed, held = [], 0, old
