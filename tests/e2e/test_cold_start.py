@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("offlin
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"cold": "bare"}, id="bare"),
         pytest.param({"cold": "moved", "family": "llama"}, id="moved"),
         pytest.param({"cold": "bare", "speculative_config": DRAFT_MODEL}, id="draft"),
     ],

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("offlin
 DENSE, EXPERTS = "llama_one_kv_head", "qwen3_moe"
 TENSOR, PIPELINE, DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 EXPERT = "enable_expert_parallel"
-FAMILIES = ("qwen3_moe", "llama_one_kv_head", "qwen3", "llama", "qwen2", "gemma3")
+FAMILIES = ("qwen3_moe", "llama_one_kv_head", "qwen3", "qwen2", "gemma3")
 """Stacked experts are cut inside each; with one key and value head both ranks hold a copy of it."""
 WIDE = "llama_wide"
 """Of 4096 rows each rank holds half; 4090 are padded before they are divided."""
