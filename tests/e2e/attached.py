@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
+from tests.e2e.fresh import tokens_of
+from tests.e2e.world import World
+from tests.support.tiny import VOCABULARY
 
-FAMILY = "llama"
 SOME = [("keep", "reset"), ("wait", "keep"), ("abort", "reset"), ("keep", "salt")]
 OTHERS = [("keep", "keep"), ("wait", "reset"), ("abort", "keep")]
 """Pause mode and what becomes of the prefix cache."""
@@ -36,15 +37,8 @@ class Trial:
     """One engine, one run, and a receiver that is replaced for each part."""
 
     def __init__(self, root: Path) -> None:
-        from trainer_side import Publisher
-
-        self.root = root
-        self.url = str(root / "run")
-        self.model = make_model(FAMILY, seed=5)
-        self.base = save_checkpoint(self.model, root / "base")
-        self.publisher = Publisher(self.model, bucket=self.url, base=self.base)
-        self.steps = train_steps(self.model, lr=3e-3)
-        self.version = 0
+        self.world = World(root, "llama", rate=3e-3)
+        self.publish = self.world.publish
         self.requests = 0
         self.engine = self.make_engine()
 
@@ -54,7 +48,7 @@ class Trial:
         from vllm_delta_sync.engine import WORKER_EXTENSION
 
         arguments = AsyncEngineArgs(
-            model=str(self.base),
+            model=str(self.world.base),
             worker_extension_cls=WORKER_EXTENSION,
             weight_transfer_config={"backend": "delta_bucket"},  # type: ignore[arg-type]
             enforce_eager=True,
@@ -70,17 +64,9 @@ class Trial:
 
         for name in [name for name in os.environ if name.startswith("DELTA_SYNC_")]:
             del os.environ[name]
-        settings["state_dir"] = str(self.root / "state")
+        settings["state_dir"] = str(self.world.root / "state")
         os.environ.update({f"DELTA_SYNC_{name.upper()}": value for name, value in settings.items()})
-        return await attach_async(self.engine, bucket=self.url)
-
-    def publish(self) -> int:
-        """The next version, from a real step."""
-        next(self.steps)
-        self.version += 1
-        self.publisher.publish(step=self.version, wait=True)
-        self.publisher.flush()
-        return self.version
+        return await attach_async(self.engine, bucket=self.world.url)
 
     async def ask(
         self, tokens: list[int], length: int, started: asyncio.Event | None = None, more: asyncio.Event | None = None
@@ -109,19 +95,17 @@ class Trial:
             if started is not None and len(output.outputs[0].token_ids) >= min(STARTED, length):
                 started.set()
         completion = last.outputs[0]
-        chosen = list(completion.token_ids)
         return {
-            "tokens": chosen,
-            "logprobs": [line[token].logprob for line, token in zip(completion.logprobs or [], chosen, strict=False)],
+            **tokens_of(completion),
             "ended": completion.finish_reason,
             "spans": [[span.version, span.start, span.end] for span in completion.weight_versions or []],
             "cached": last.num_cached_tokens,
         }
 
 
-def random_tokens(seed: int, count: int = PROMPT) -> list[int]:
+def random_tokens(seed: int) -> list[int]:
     """A prompt that shares no block with another."""
-    return [random.Random(seed).randrange(3, VOCABULARY) for _ in range(count)]
+    return [random.Random(seed).randrange(3, VOCABULARY) for _ in range(PROMPT)]
 
 
 async def refused(call: Awaitable[Any]) -> str:
@@ -207,14 +191,8 @@ async def drain(trial: Trial) -> dict[str, Any]:
         await asyncio.sleep(0.05)
     reached = late or sync.status()["served"]["version"]
     await sync.close()
-    return {
-        "before": before,
-        "version": version,
-        "error": error,
-        "status": status,
-        "answer": answer,
-        "reached": reached,
-    }
+    seen = {"before": before, "version": version, "error": error, "status": status}
+    return seen | {"answer": answer, "reached": reached}
 
 
 async def held(trial: Trial, cache: str) -> dict[str, Any]:
@@ -252,7 +230,7 @@ async def doors(trial: Trial) -> dict[str, Any]:
     engine = trial.engine
     seen: dict[str, Any] = {"unattached": await refused(engine.start_weight_update())}
     try:
-        attach(engine, bucket=trial.url)
+        attach(engine, bucket=trial.world.url)
     except Exception as error:  # noqa: BLE001  compared by its text
         seen["attach"] = f"{type(error).__name__}: {error}"
 
@@ -272,8 +250,7 @@ async def doors(trial: Trial) -> dict[str, Any]:
         answer = await trial.ask(random_tokens(version), SHORT)
         seen["paused"].append([held, version, sync.status()["served"]["version"], answer["spans"]])
     seen["label"] = await engine.get_weight_version()
-    waiting = asyncio.create_task(refused(sync.to(version + 9)))
-    seen["to"] = await waiting
+    seen["to"] = await refused(sync.to(version + 9))
     await sync.close()
     seen["closed"] = await refused(sync.to())
     seen.update(await following(trial))
@@ -313,7 +290,7 @@ async def trials(root: Path, what: str) -> dict[str, Any]:
             seen[f"{mode}, {cache}"] = await pause(trial, mode, cache)
         await leave_open(trial)
     finally:
-        trial.publisher.close()
+        trial.world.close()
         if what == "some":
             trial.engine.shutdown()
     return seen

@@ -14,16 +14,16 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.e2e.fresh import make_engine
-from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.e2e.fresh import make_engine, tokens_of
+from tests.e2e.world import World
 from tests.support.tiny_vision import SIDE, is_vision, make_vision_model, save_vision_model
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
 BLOCK = 32
 PROMPT = [3 + place % 40 for place in range(150)]
 CACHED = len(PROMPT) // BLOCK * BLOCK
@@ -74,18 +74,17 @@ def images(root: Path) -> dict[str, Any]:
 
 def connector(root: Path) -> dict[str, Any]:
     """With each setting, on an engine of its own: one prompt before and after a version, and after a rollback."""
-    model = make_model("llama", seed=5)
-    base = save_checkpoint(model, root / "v0")
     use_host_memory()
     prompt = {"prompt_token_ids": PROMPT}
-    url, last = publish_one(model, base, root)
+    world = publish_one(root)
+    folders = (world.base, world.save())
     # First: an engine with a connector leaves it to all later ones of its process.
-    seen: dict[str, Any] = {"fresh": [ask(make_engine(folder, block_size=BLOCK), prompt) for folder in (base, last)]}
+    seen: dict[str, Any] = {"fresh": [ask(make_engine(folder, block_size=BLOCK), prompt) for folder in folders]}
     for setting in ("salt", "reset"):
         # The engine's process has to know before it keeps its first block.
         os.environ["DELTA_SYNC_PREFIX_CACHE"] = setting
-        llm = make_engine(base, block_size=BLOCK, kv_transfer_config=OFFLOADING)
-        sync = attached(llm, root, setting, url)
+        llm = make_engine(world.base, block_size=BLOCK, kv_transfer_config=OFFLOADING)
+        sync = attached(llm, root, setting)
         sync.to(0)
         seen[setting] = {"first": ask(llm, prompt)}
 
@@ -105,12 +104,9 @@ def connector(root: Path) -> dict[str, Any]:
 
 def unplugged(root: Path) -> dict[str, Any]:
     """What ``attach`` says, and that the engine goes on."""
-    model = make_model("llama", seed=5)
-    base = save_checkpoint(model, root / "v0")
-    url, _ = publish_one(model, base, root)
-    llm = make_engine(base)
+    llm = make_engine(publish_one(root).base)
     try:
-        said = str(attached(llm, root, "reset", url).to(1))
+        said = str(attached(llm, root, "reset").to(1))
     except Exception as error:  # noqa: BLE001  whatever it is, it is compared by its text
         said = f"{type(error).__name__}: {error}"
     return {"said": said, "answer": ask(llm, {"prompt_token_ids": PROMPT})}
@@ -121,6 +117,7 @@ def draining(root: Path) -> dict[str, Any]:
     from PIL import Image
 
     from trainer_side import Publisher
+    from vllm_delta_sync.engine import attach_async
 
     model = make_vision_model(seed=5)
     base = save_vision_model(model, root / "v0")
@@ -130,7 +127,9 @@ def draining(root: Path) -> dict[str, Any]:
 
     async def run() -> dict[str, Any]:
         engine = make_async_llm(base)
-        sync = await attached_async(engine, root, url, pause_mode="wait")
+        settings = {"PAUSE_MODE": "wait", "POLICY": "manual", "STATE_DIR": str(root / "state")}
+        os.environ.update({f"DELTA_SYNC_{name}": value for name, value in settings.items()})
+        sync = await attach_async(engine, bucket=url)
         with Publisher(model, bucket=url, base=base) as publisher:
             for parameter in model.language_model.parameters():
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
@@ -153,39 +152,29 @@ def draining(root: Path) -> dict[str, Any]:
     return asyncio.run(run())
 
 
-def publish_one(model: Any, base: Path, root: Path) -> tuple[str, Path]:
-    """A run with one version after the base: its URL, and that version's checkpoint."""
-    from trainer_side import Publisher
-
-    url = str(root / "run")
-    with Publisher(model, bucket=url, base=base) as publisher:
-        next(train_steps(model, lr=3e-3))
-        publisher.publish(step=1, wait=True)
-    return url, save_checkpoint(model, root / "v1")
+def publish_one(root: Path) -> World:
+    """A run with one version after the base."""
+    with closing(World(root, "llama", rate=3e-3)) as world:
+        world.publish()
+    return world
 
 
-def attached(llm: Any, root: Path, prefix_cache: str, url: str | None = None) -> Any:
+def attached(llm: Any, root: Path, prefix_cache: str) -> Any:
     from vllm_delta_sync.engine import attach
 
     os.environ["DELTA_SYNC_PREFIX_CACHE"] = prefix_cache
-    return attach(llm, bucket=url or str(root / "run"))
+    return attach(llm, bucket=str(root / "run"))
 
 
-def make_async_llm(folder: Path, **options: Any) -> Any:
+def make_async_llm(folder: Path) -> Any:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
     from vllm_delta_sync.engine import WORKER_EXTENSION
 
-    arguments = AsyncEngineArgs(str(folder), worker_extension_cls=WORKER_EXTENSION, **OPTIONS, **options)
-    return AsyncLLMEngine.from_engine_args(arguments)
-
-
-async def attached_async(engine: Any, root: Path, url: str, **settings: str) -> Any:
-    from vllm_delta_sync.engine import attach_async
-
-    settings |= {"policy": "manual", "state_dir": str(root / "state")}
-    os.environ.update({f"DELTA_SYNC_{name.upper()}": value for name, value in settings.items()})
-    return await attach_async(engine, bucket=url)
+    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
+    return AsyncLLMEngine.from_engine_args(
+        AsyncEngineArgs(str(folder), worker_extension_cls=WORKER_EXTENSION, **options)
+    )
 
 
 async def ask_async(
@@ -215,9 +204,7 @@ def ask(llm: Any, prompt: Any) -> dict[str, Any]:
 
 
 def _answer(output: Any) -> dict[str, Any]:
-    tokens = list(output.outputs[0].token_ids)
-    chosen = [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
-    return {"tokens": tokens, "logprobs": chosen, "cached": output.num_cached_tokens}
+    return {**tokens_of(output.outputs[0]), "cached": output.num_cached_tokens}
 
 
 def use_host_memory() -> None:

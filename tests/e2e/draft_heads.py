@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.features import sleep
-from tests.e2e.fresh import digests, draft_model, make_engine, worker_model
+from tests.e2e.fresh import addresses, digests, draft_model, make_engine, tokens_of, worker_model
 from tests.support.drafts import HEADS, Drafted, text
 
 VERSIONS = 5
@@ -41,7 +41,7 @@ def main(root: Path, kind: str) -> None:
         sync = attach(llm, bucket=url)
         sync.to()
         seen: dict[str, Any] = {"first": say(llm, FIRST), "synced": [], "verdicts": []}
-        places = addresses(llm)
+        places = addresses(worker_model(llm), draft_model(llm))
         folders = [base]
         for step in range(1, VERSIONS + 1):
             drafted.train(SECOND, STEPS)
@@ -57,7 +57,7 @@ def main(root: Path, kind: str) -> None:
     seen["asleep"] = sleep(llm, sync, 2, draft_model(llm))
     sync.to(VERSIONS)
     seen["awake"] = say(llm, SECOND)
-    seen["same places"] = addresses(llm) == places
+    seen["same places"] = addresses(worker_model(llm), draft_model(llm)) == places
     os.environ["DELTA_SYNC_BUCKET"] = url
     # Kept: an engine that ends takes along what it shares with the others of its process.
     engines = [llm, drafting(drafted, base, load_format="delta_sync")]
@@ -93,14 +93,9 @@ def say(llm: Any, stride: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
     before = _drafts(llm)
     found = llm.generate([{"prompt_token_ids": text(stride, length=PROMPT)}], params, use_tqdm=False)[0].outputs[0]
-    tokens = list(found.token_ids)
     proposed, accepted = (now - then for now, then in zip(_drafts(llm), before, strict=True))
-    return {
-        "tokens": tokens,
-        "logprobs": [entry[token].logprob for token, entry in zip(tokens, found.logprobs, strict=True)],
-        "accepted": accepted / proposed,
-        "weights": [digests(worker_model(llm)), digests(draft_model(llm))],
-    }
+    weights = [digests(worker_model(llm)), digests(draft_model(llm))]
+    return {**tokens_of(found), "accepted": accepted / proposed, "weights": weights}
 
 
 def _drafts(llm: Any) -> tuple[float, float]:
@@ -109,15 +104,6 @@ def _drafts(llm: Any) -> tuple[float, float]:
     metrics = [metric for metric in llm.get_metrics() if metric.labels.get("model_name") == served]
     found = {metric.name: metric.value for metric in metrics if metric.name in names}
     return found.get(names[0], 0), found.get(names[1], 0)
-
-
-def addresses(llm: Any) -> dict[str, int]:
-    """Where each parameter of both models lies."""
-    return {
-        f"{part}.{name}": tensor.data_ptr()
-        for part, model in (("model", worker_model(llm)), ("draft", draft_model(llm)))
-        for name, tensor in model.named_parameters(remove_duplicate=False)
-    }
 
 
 if __name__ == "__main__":

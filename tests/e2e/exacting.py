@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.servers import PLAIN, Server
+from tests.e2e.servers import PLAIN, Server, beside
 
 EXACT = "X-Delta-Sync-Version"
 TOKENS = 200
@@ -107,11 +107,10 @@ def race(mover: Mover, asked: Mapping[str, tuple[httpx.Client, str, dict[str, An
     """
     seen = {name: Counter[str]() for name in asked}
     problems: list[str] = []
-    stop = threading.Event()
 
-    def ask(name: str, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    def ask(name: str, client: httpx.Client, path: str, body: dict[str, Any], ended: threading.Event) -> None:
         for tokens in itertools.cycle((1, 8, 40, TOKENS)):
-            if stop.is_set():
+            if ended.is_set():
                 return
             version = mover.versions[tokens % 3 == 1]
             answer = Answer(client, path, shortened(body, tokens), version)
@@ -127,31 +126,20 @@ def race(mover: Mover, asked: Mapping[str, tuple[httpx.Client, str, dict[str, An
         assert problems == []
         return all(counted["answered"] and counted["interrupted"] for counted in seen.values())
 
-    move_while(mover, [partial(ask, name, *each) for name, each in asked.items()], stop, enough, seconds)
+    move_while(mover, [partial(ask, name, *each) for name, each in asked.items()], enough, seconds)
     assert problems == []
 
 
 def move_while(
-    mover: Mover,
-    clients: Sequence[Callable[[], None]],
-    stop: threading.Event,
-    enough: Callable[[], bool],
-    seconds: float,
+    mover: Mover, clients: Sequence[Callable[[threading.Event], None]], enough: Callable[[], bool], seconds: float
 ) -> None:
-    """Change versions while clients ask, for so many seconds at least and until it is enough; the event ends them."""
-    threads = [threading.Thread(target=client) for client in clients]
-    for thread in threads:
-        thread.start()
+    """Change versions while clients ask, for so many seconds at least and until it is enough."""
     began = time.monotonic()
-    try:
+    with beside(*clients) as threads:
         while time.monotonic() < began + seconds or not enough():
             assert time.monotonic() < began + MOST_SECONDS, "not all that was to come has come"
             assert all(thread.is_alive() for thread in threads), "a client failed"
             mover.move()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(300)
 
 
 def shortened(body: dict[str, Any], tokens: int) -> dict[str, Any]:

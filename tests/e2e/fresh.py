@@ -9,12 +9,15 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 PROMPTS = ["the quick", "lazy dog jumps over", "fox"]
 MAX_TOKENS = 24
+TIED = {"remove_duplicate": False}
+"""With both names of what is held under two."""
 
 
 def main(out: Path, checkpoints: list[str]) -> None:
@@ -62,21 +65,35 @@ def worker_of(engine: Any) -> Any:
     return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
-def load_again(engine: Any, checkpoint: str) -> Any:
+def load_again(engine: Any, checkpoint: str | Path) -> Any:
     """A new model object, loaded from a checkpoint by vLLM's default loader."""
     return load_with(engine.llm_engine.vllm_config, checkpoint)
 
 
-def load_with(vllm_config: Any, checkpoint: str) -> Any:
+def load_with(vllm_config: Any, checkpoint: str | Path) -> Any:
     """As ``load_again``, with the configuration of an engine, which stays as it is."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    config = deepcopy(vllm_config)
-    config.compilation_config.static_forward_context.clear()
-    config.model_config.model = checkpoint
-    with set_current_vllm_config(config):
-        return get_model(vllm_config=config)
+    layers = vllm_config.compilation_config.static_forward_context
+    held = dict(layers)
+    # Experts sit in the configuration, and cannot be copied with it.
+    layers.clear()
+    try:
+        config = deepcopy(vllm_config)
+        config.model_config.model = str(checkpoint)
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config)
+    finally:
+        layers.update(held)
+
+
+def addresses(*models: Any) -> list[dict[str, int]]:
+    """Where each parameter and buffer lies: captured graphs and compiled code go on reading there."""
+    return [
+        {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(**TIED), *model.named_buffers(**TIED))}
+        for model in models
+    ]
 
 
 def digests(model: Any) -> dict[str, str]:
@@ -89,22 +106,31 @@ def digests(model: Any) -> dict[str, str]:
     }
 
 
-def generate(engine: Any) -> list[dict[str, Any]]:
+def generate(engine: Any, lora: Any = None) -> list[dict[str, Any]]:
     """Greedy tokens and their log probabilities, one prompt at a time, as the server test asks for them."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1, ignore_eos=True)
-    outputs = []
-    for prompt in PROMPTS:
-        completion = engine.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-        tokens = list(completion.token_ids)
-        outputs.append(
-            {
-                "tokens": tokens,
-                "logprobs": [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)],
-            }
-        )
-    return outputs
+    answers = (engine.generate([prompt], params, use_tqdm=False, lora_request=lora) for prompt in PROMPTS)
+    return [tokens_of(answer.outputs[0]) for (answer,) in answers]
+
+
+def tokens_of(completion: Any) -> dict[str, Any]:
+    """Tokens of a completion and their log probabilities."""
+    tokens = list(completion.token_ids)
+    logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs or (), strict=True)]
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """Kind and message of the error of ours that a call ends with; empty if there is none."""
+    from vllm_delta_sync.errors import DeltaSyncError
+
+    try:
+        call()
+    except DeltaSyncError as error:
+        return f"{error.kind}: {error.message}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tests.e2e import exchanging
-from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests
-from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests, load_with, tokens_of
+from tests.e2e.world import World
+from tests.support.tiny import VOCABULARY
 
 VERSIONS = 3
 BACK = 1
@@ -46,22 +48,7 @@ def make_engines(checkpoint: Path, flags: dict[str, Any]) -> Any:
 
 def equals_fresh_load(worker: Any, checkpoint: str) -> dict[str, Any]:
     """In a worker: whether its parameters are those that vLLM loads from a checkpoint on the same rank."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
-
-    config = worker.vllm_config
-    layers = config.compilation_config.static_forward_context
-    held, path = dict(layers), config.model_config.model
-    layers.clear()
-    config.model_config.model = checkpoint
-    try:
-        with set_current_vllm_config(config):
-            other = digests(get_model(vllm_config=config))
-    finally:
-        config.model_config.model = path
-        layers.clear()
-        layers.update(held)
-    mine = digests(worker.get_model())
+    mine, other = digests(worker.get_model()), digests(load_with(worker.vllm_config, checkpoint))
     return {"different": sorted(name for name in other if mine.get(name) != other[name]), "compared": len(other)}
 
 
@@ -87,27 +74,23 @@ async def said(client: Any) -> list[list[dict[str, Any]]]:
             rank = engine if engines > 1 else None
             async for output in client.generate(prompt, params, f"{engine}-{number}", data_parallel_rank=rank):
                 completion = output.outputs[0]
-            tokens = list(completion.token_ids)
-            chosen = zip(tokens, completion.logprobs, strict=True)
-            outputs.append({"tokens": tokens, "logprobs": [entry[token].logprob for token, entry in chosen]})
+            outputs.append(tokens_of(completion))
         found.append(outputs)
     return found
 
 
 async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
-    from trainer_side import Publisher
     from vllm_delta_sync.engine.compat.features import check_layout
     from vllm_delta_sync.engine.compat.version_labels import plain_label
     from vllm_delta_sync.engine.core.ports import ServerEnginePort
     from vllm_delta_sync.engine.follow.receiver import Receiver
     from vllm_delta_sync.settings import load_settings
 
-    model = make_model(family, seed=5, vocab_size=flags.pop("vocabulary", VOCABULARY), **SIZES.get(family, {}))
-    base = save_checkpoint(model, root / "base")
-    steps = train_steps(model, lr=3e-5)
-    client = make_engines(base, flags)
+    sizes = {"vocab_size": flags.pop("vocabulary", VOCABULARY), **SIZES.get(family, {})}
+    world = World(root, family, sizes=sizes, publishes=False)
+    client = make_engines(world.base, flags)
     check_layout(client.vllm_config)
-    settings = load_settings({"bucket": str(root / "run")})
+    settings = load_settings({"bucket": world.url})
     port = ServerEnginePort(client, asyncio.get_running_loop(), settings)
     receiver = Receiver(port, settings)
     seen: list[dict[str, Any]] = [{"outputs": await said(client)}]
@@ -122,15 +105,13 @@ async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
             }
         )
 
-    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
-        await look(base, await asyncio.to_thread(receiver.advance))
+    with closing(world):
+        world.begin()
+        await look(world.base, await asyncio.to_thread(receiver.advance))
         seen[-1]["outputs"] = await said(client)
-        for step in range(1, VERSIONS + 1):
-            next(steps)
-            publisher.publish(step=step, wait=True)
-            publisher.flush()
-            checkpoint = save_checkpoint(model, root / f"v{step}")
-            await look(checkpoint, await asyncio.to_thread(receiver.advance))
+        for _ in range(VERSIONS):
+            world.publish()
+            await look(world.save(), await asyncio.to_thread(receiver.advance))
     seen[-1]["outputs"] = await said(client)
     await look(root / f"v{BACK}", await asyncio.to_thread(receiver.rollback, BACK))
     seen[-1]["outputs"] = await said(client)

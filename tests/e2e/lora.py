@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.features import _say as say
-from tests.e2e.fresh import make_engine
+from tests.e2e.fresh import generate as say
+from tests.e2e.fresh import make_engine, refusal
 from tests.support.adapters import adapted, randomize, save_adapter
 from tests.support.tiny import make_model, save_checkpoint
 
@@ -43,7 +43,6 @@ def main(root: Path, ranks: int, sizes: dict[str, int], options: dict[str, Any])
     from trainer_side import Publisher
     from trainer_side.integrations.peft import adapter_publisher
     from vllm_delta_sync.engine import attach
-    from vllm_delta_sync.errors import DeltaSyncError
 
     base = save_checkpoint(make_model("qwen3", seed=5, **sizes), root / "base")
     models = {
@@ -65,13 +64,9 @@ def main(root: Path, ranks: int, sizes: dict[str, int], options: dict[str, Any])
         os.environ["DELTA_SYNC_LORA_NAME"] = name
         return attach(llm, bucket=str(url))
 
-    def refused(name: str, model: Any, publish: Callable[..., Any] = adapter_publisher) -> dict[str, Any]:
+    def refused(name: str, model: Any, publish: Callable[..., Any] = adapter_publisher) -> str:
         with publish(model, str(root / name)):
-            try:
-                follow(name, root / name).to()
-            except DeltaSyncError as error:
-                return {"kind": error.kind, "message": error.message}
-        return {}
+            return refusal(lambda: follow(name, root / name).to())
 
     with ExitStack() as stack:
         publishers = {
@@ -79,7 +74,7 @@ def main(root: Path, ranks: int, sizes: dict[str, int], options: dict[str, Any])
             for name, model in models.items()
         }
         syncs = {name: follow(name, root / f"run-{name}") for name in models}
-        seen: dict[str, Any] = {"plain": say(llm, None), "served": [], "wrong": []}
+        seen: dict[str, Any] = {"plain": say(llm), "served": [], "wrong": []}
         said: list[dict[str, Any]] = []
         for step in range(VERSIONS + 1):
             # The second adapter stays as it is at every other version of the first.
@@ -106,10 +101,7 @@ def main(root: Path, ranks: int, sizes: dict[str, int], options: dict[str, Any])
         randomize(models["math"], 77)
         publishers["math"].publish(step=VERSIONS + 1, wait=True)
         publishers["math"].flush()
-        try:
-            syncs["math"].to()
-        except DeltaSyncError as error:
-            seen["failed"] = {"kind": error.kind, "message": error.message}
+        seen["failed"] = refusal(syncs["math"].to)
         seen["after failure"] = syncs["math"].status()["served"]["version"]
         seen["put back"] = say(llm, syncs["math"].lora_request) == said[-1]["math"]
         syncs["math"].to()
@@ -121,7 +113,7 @@ def main(root: Path, ranks: int, sizes: dict[str, int], options: dict[str, Any])
             "other rank": refused("rank", adapted(make_model("qwen3", **sizes), r=16)),
             "no adapter": refused("model", make_model("qwen3", **sizes), Publisher),
         }
-        seen["nothing applied"] = say(llm, None) == seen["plain"]
+        seen["nothing applied"] = say(llm) == seen["plain"]
         seen["others stay"] = say(llm, syncs["math"].lora_request) == fresh(models["math"])
     (root / "seen.json").write_text(json.dumps(seen))
 

@@ -11,17 +11,18 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 
 from tests.e2e.fresh import make_engine, worker_of
+from tests.e2e.fresh import refusal as said
+from tests.e2e.world import World
 from tests.support.adapters import lose_adapter_memory
-from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 RANK, ALPHA, LARGEST_RANK, SLOTS, HELD = 4, 6, 8, 2, 4
 TOKENS = 5
@@ -70,14 +71,9 @@ class Adapter:
         if not folder.exists():
             folder.mkdir()
             save_file(self._tensors, folder / "adapter_model.safetensors")
-            config = {
-                "peft_type": "LORA",
-                "task_type": "CAUSAL_LM",
-                "r": RANK,
-                "lora_alpha": self.alpha,
-                "bias": "none",
-            }
-            (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": sorted(TARGETS)}))
+            config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": self.alpha}
+            config |= {"bias": "none", "target_modules": sorted(TARGETS)}
+            (folder / "adapter_config.json").write_text(json.dumps(config))
         return folder
 
 
@@ -173,13 +169,11 @@ class Trial:
     """One worker, one adapter that it follows, and what is tried with both."""
 
     def __init__(self, root: Path, family: str) -> None:
-        self.root, self.family = root, family
-        self.model = make_model(family, seed=5)
-        self.base = save_checkpoint(self.model, root / "base")
-        self.llm = Llm(self.base)
+        self.world = World(root, family, rate=1e-3, publishes=False)
+        self.llm = Llm(self.world.base)
         self.plain = self.llm.say(None)
         self.adapter, self.other = (
-            Adapter(root, name, self.model, seed) for seed, name in enumerate(("math", "other"))
+            Adapter(root, name, self.world.model, seed) for seed, name in enumerate(("math", "other"))
         )
         self.sync = self.follow()
         self.sync.to()
@@ -187,13 +181,12 @@ class Trial:
     def follow(self) -> Any:
         from vllm_delta_sync.engine import attach
 
-        with setting(lora_name=self.adapter.name):
+        with mock.patch.dict(os.environ, DELTA_SYNC_LORA_NAME=self.adapter.name):
             return attach(self.llm.engine, bucket=self.adapter.url)
 
     @property
     def number(self) -> int:
-        number: int = self.sync.lora_request.lora_int_id
-        return number
+        return int(self.sync.lora_request.lora_int_id)
 
     @property
     def served(self) -> int | None:
@@ -211,8 +204,7 @@ class Trial:
         return all(now == before for now, before in pairs if now[0] != "lm_head")
 
     def state(self) -> dict[str, Any]:
-        status = self.sync.status()
-        label = self.llm.engine.llm_engine.get_weight_version()
+        status, label = self.sync.status(), self.llm.engine.llm_engine.get_weight_version()
         return {"served": self.served, "state": status["state"], "label": label, **status["ready"]}
 
     # Sleep
@@ -238,25 +230,20 @@ class Trial:
 
     def sleeping_with_base(self) -> dict[str, Any]:
         """The base follows a run too, and loses its weights too."""
-        from trainer_side import Publisher
         from vllm_delta_sync.engine import attach
 
-        steps = train_steps(self.model, lr=1e-3)
-        with Publisher(self.model, bucket=str(self.root / "run"), base=self.base) as publisher:
-            base = attach(self.llm.engine, bucket=str(self.root / "run"))
-            base.to()
-            next(steps)
-            publisher.publish(step=1, wait=True)
-            publisher.flush()
-            self.llm.sleep(2)
-            for parameter in self.llm.model.parameters():
-                parameter.data.zero_()
-            seen: dict[str, Any] = {"asleep": [said(base.to), said(self.sync.to)]}
-            self.llm.worker.wake_up()
-            self.sync.to()
-            seen |= {"found again": said(base.to), "base": base.status()["served"]["version"]}
-            seen |= {"right": self.right(), "verdicts": [base.verify()["verdict"], self.sync.verify()["verdict"]]}
-        return seen
+        self.world.begin()
+        base = attach(self.llm.engine, bucket=self.world.url)
+        base.to()
+        self.world.publish()
+        self.llm.sleep(2)
+        for parameter in self.llm.model.parameters():
+            parameter.data.zero_()
+        seen: dict[str, Any] = {"asleep": [said(base.to), said(self.sync.to)]}
+        self.llm.worker.wake_up()
+        self.sync.to()
+        seen |= {"found again": said(base.to), "base": base.status()["served"]["version"]}
+        return seen | {"right": self.right(), "verdicts": [base.verify()["verdict"], self.sync.verify()["verdict"]]}
 
     # What something else does to an adapter
 
@@ -289,8 +276,7 @@ class Trial:
 
     @property
     def slot(self) -> int:
-        slot: int = self.llm.manager.lora_index_to_id.index(self.number)
-        return slot
+        return int(self.llm.manager.lora_index_to_id.index(self.number))
 
     def zero_slot(self) -> None:
         for layer in self.llm.manager.modules.values():
@@ -436,28 +422,6 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.view(-1).view(torch.uint8)[0] ^= 1
 
 
-def said(call: Callable[[], Any]) -> str:
-    """The error that a call ends with; empty if there is none."""
-    from vllm_delta_sync.errors import DeltaSyncError
-
-    try:
-        call()
-    except DeltaSyncError as error:
-        return f"{error.kind}: {error.message}"
-    return ""
-
-
-@contextmanager
-def setting(**settings: str) -> Iterator[None]:
-    names = {f"DELTA_SYNC_{name.upper()}": value for name, value in settings.items()}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name in names:
-            del os.environ[name]
-
-
 def main(root: Path, family: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(1)
@@ -467,6 +431,7 @@ def main(root: Path, family: str) -> None:
     finally:
         trial.adapter.publisher.close()
         trial.other.publisher.close()
+        trial.world.close()
 
 
 if __name__ == "__main__":

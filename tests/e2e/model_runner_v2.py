@@ -8,12 +8,14 @@ to ``seen.json``.
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.fresh import digests, load_with
+from tests.e2e.fresh import digests, load_with, refusal
+from tests.e2e.world import World
 from tests.support.adapters import adapted, randomize
-from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model
 from vllm_delta_sync.engine import protocol
 
 VERSIONS = 3
@@ -78,20 +80,18 @@ def make_worker(checkpoint: Path) -> Any:
 def main(root: Path) -> None:
     from vllm.plugins import load_general_plugins
 
-    from trainer_side import Publisher
     from trainer_side.integrations.peft import adapter_publisher
     from vllm_delta_sync.engine.api.adapters import make_adapter
     from vllm_delta_sync.engine.follow.receiver import Receiver
     from vllm_delta_sync.settings import Settings
 
     load_general_plugins()
-    model = make_model("qwen3", seed=5)
-    base = save_checkpoint(model, root / "base")
-    worker = make_worker(base)
+    world = World(root, rate=RATE)
+    worker = make_worker(world.base)
     seen: dict[str, Any] = {"modules": [cls.__module__ for cls in type(worker.model_runner).__mro__]}
 
     def equals(checkpoint: Path) -> bool:
-        fresh = digests(load_with(worker.vllm_config, str(checkpoint)))
+        fresh = digests(load_with(worker.vllm_config, checkpoint))
         held = {name.replace(".base_layer.", "."): digest for name, digest in digests(worker.get_model()).items()}
         return all(held[name] == digest for name, digest in fresh.items())
 
@@ -100,14 +100,11 @@ def main(root: Path) -> None:
         found = receiver.status()["served"]["version"]
         return [found == served, receiver.verify()["verdict"], equals(root / f"v{served}")]
 
-    receiver = Receiver(WorkerPort(worker), Settings(bucket=str(root / "run")))
-    steps = train_steps(model, lr=RATE)
-    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
+    receiver = Receiver(WorkerPort(worker), Settings(bucket=world.url))
+    with closing(world):
         for version in range(1, VERSIONS + 1):
-            next(steps)
-            publisher.publish(step=version, wait=True)
-            publisher.flush()
-            save_checkpoint(model, root / f"v{version}")
+            world.publish()
+            world.save()
             seen[f"version {version}"] = follow(receiver, version)
     receiver.rollback(VERSIONS - 1)
     seen["rollback"] = equals(root / f"v{VERSIONS - 1}")
@@ -116,11 +113,7 @@ def main(root: Path) -> None:
     # Calls of vLLM's that write weights: each loads the base again, and is noticed.
     for name, owner in (("worker", worker), ("runner", worker.model_runner)):
         owner.reload_weights()
-        try:
-            receiver.check_served()
-            seen[name] = "not noticed"
-        except Exception as error:  # noqa: BLE001  compared by its text
-            seen[name] = str(error)
+        seen[name] = refusal(receiver.check_served)
         receiver.repair()
         seen[f"{name}, repaired"] = [receiver.verify()["verdict"], equals(root / f"v{VERSIONS}")]
     trained = adapted(make_model("qwen3", seed=5))

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,15 +26,7 @@ START_SECONDS = 600.0
 PATIENCE_SECONDS = 600.0
 PLAIN = False
 """Loading certificates would take httpx longer than any of our requests, which need none."""
-VLLM_FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "256",
-    "--max-num-seqs",
-    "16",
-    "--served-model-name",
-    "tiny",
-]
+VLLM_FLAGS = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16", "--served-model-name", "tiny"]
 
 
 def free_port() -> int:
@@ -81,9 +73,9 @@ class Server:
         """Block until status shows an error of that kind."""
         return self.wait_status(lambda status: (status["last_error"] or {}).get("kind") == kind, timeout)
 
-    def wait_idle(self, timeout: float = 60) -> dict[str, Any]:
+    def wait_idle(self) -> dict[str, Any]:
         """Block until nothing is under way: a version is served before it is counted and logged."""
-        return self.wait_status(lambda status: status["state"] == "idle", timeout)
+        return self.wait_status(lambda status: status["state"] == "idle", 60)
 
     def wait_status(self, reached: Callable[[dict[str, Any]], bool], timeout: float) -> dict[str, Any]:
         """Block until status is so."""
@@ -93,26 +85,23 @@ class Server:
             time.sleep(0.05)
         return status
 
-    def spans(self, tokens: int = 5, **headers: str) -> list[dict[str, Any]]:
-        """What a short request says of the weights that answered it."""
-        body = {"model": "tiny", "prompt": "fox", "max_tokens": tokens, "ignore_eos": True}
-        spans: list[dict[str, Any]] = self.post("/v1/completions", body, headers=headers).json()["delta_sync"]["spans"]
-        return spans
+    def traced(self, model: str = "tiny") -> dict[str, Any]:
+        """What a short request says of the run and the weights that answered it."""
+        body = {"model": model, "prompt": "fox", "max_tokens": 5, "ignore_eos": True}
+        traced: dict[str, Any] = self.post("/v1/completions", body).json()["delta_sync"]
+        return traced
 
-    def outputs(self) -> list[dict[str, Any]]:
+    def versions(self, model: str = "tiny") -> list[int]:
+        return [span["version"] for span in self.traced(model)["spans"]]
+
+    def outputs(self, model: str = "tiny") -> list[dict[str, Any]]:
         """Greedy tokens and log probabilities, in the form of tests/e2e/fresh.py."""
+        body = {"model": model, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1, "ignore_eos": True}
         outputs = []
         for prompt in PROMPTS:
-            body = {
-                "model": "tiny",
-                "prompt": prompt,
-                "max_tokens": MAX_TOKENS,
-                "temperature": 0,
-                "logprobs": 1,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
-            choice = self.post("/v1/completions", body).json()["choices"][0]
+            answer = self.post("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True})
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
             outputs.append({"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]})
         return outputs
 
@@ -120,6 +109,15 @@ class Server:
         """SHA-256 of every runtime parameter, from vLLM's own weight checker."""
         found: dict[str, str] = self.post("/weight_checker", {"action": "checksum"}).json()["checksums"]
         return {name.removeprefix("dp0:pp0:pcp0:tp0:"): digest for name, digest in found.items()}
+
+    def pids(self) -> list[int]:
+        """Of all processes of the server's group."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError):
+                if os.getpgid(int(folder.name)) == self.process.pid:
+                    found.append(int(folder.name))
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Ours, by name and labels."""
@@ -140,13 +138,28 @@ class Server:
         """Lines of ``logged`` with these words."""
         return [line for line in self.logged().splitlines() if words in line]
 
-    def wait_logged(self, words: str, timeout: float = 300) -> str:
+    def wait_logged(self, words: str) -> str:
         """Block until there is such a line, and return it."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + 300
         while not (lines := self.log_lines(words)):
-            assert time.monotonic() < deadline, f"no {words!r} within {timeout} s:\n{self.logged()[-4000:]}"
+            assert time.monotonic() < deadline, f"no {words!r}:\n{self.logged()[-4000:]}"
             time.sleep(0.05)
         return lines[0]
+
+
+@contextmanager
+def beside(*works: Callable[[threading.Event], object]) -> Iterator[list[threading.Thread]]:
+    """Threads that work beside the block; each gets the event that tells of its end."""
+    ended = threading.Event()
+    threads = [threading.Thread(target=work, args=(ended,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(300)
 
 
 class Load:
@@ -161,27 +174,23 @@ class Load:
     def __init__(self, server: Server, threads: int = 2) -> None:
         self.answers: list[httpx.Response] = []
         self._server = server
-        self._stop = threading.Event()
         self._answered = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(threads)]
+        self._asking = beside(*[self._ask] * threads)
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._asking.__enter__()
         # The next request follows at once, so that one is in flight from now on.
         assert self._answered.wait(120)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
+    def __exit__(self, *error: Any) -> None:
+        self._asking.__exit__(*error)
 
-    def _ask(self) -> None:
+    def _ask(self, ended: threading.Event) -> None:
         body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": self.TOKENS, "temperature": 0, "ignore_eos": True}
         # One client: making one takes as long as half of such a request, and nothing is in flight meanwhile.
         with httpx.Client(base_url=self._server.url, timeout=PATIENCE_SECONDS) as client:
-            while not self._stop.is_set():
+            while not ended.is_set():
                 self.answers.append(client.post("/v1/completions", json=body))
                 self._answered.set()
 
@@ -223,7 +232,6 @@ def eventually(reached: Callable[[], bool], what: str, seconds: float = 60) -> N
 
 @contextmanager
 def serving(
-    model: Path,
     log: Path,
     command: list[str],
     environment: dict[str, str],
@@ -298,11 +306,9 @@ def end_group(process: "subprocess.Popen[bytes] | WarmProcess") -> None:
 
 def delta_sync_serve(model: Path, *flags: str) -> list[str]:
     """The ``delta-sync serve`` command line."""
-    program = str(Path(sys.executable).with_name("delta-sync"))
-    return [program, "serve", str(model), *flags, *VLLM_FLAGS]
+    return [str(Path(sys.executable).with_name("delta-sync")), "serve", str(model), *flags, *VLLM_FLAGS]
 
 
 def plain_vllm_serve(model: Path, *flags: str) -> list[str]:
     """The ``vllm serve`` command line."""
-    program = str(Path(sys.executable).with_name("vllm"))
-    return [program, "serve", str(model), *flags, *VLLM_FLAGS]
+    return [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *flags, *VLLM_FLAGS]

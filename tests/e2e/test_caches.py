@@ -2,14 +2,13 @@
 
 import base64
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.caches import CACHED, PROMPT_OF_IMAGES, SHORT
-from tests.e2e.servers import delta_sync_serve, serving
+from tests.e2e.servers import beside, delta_sync_serve, serving
 from tests.e2e.warm import see
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline"), pytest.mark.slow]
@@ -48,7 +47,7 @@ def test_a_server_answers_an_image_from_the_version_served(setting: str, images:
     flags = ["--policy", "manual", "--prefix-cache", setting, "--chat-template", "{{ messages[0]['content'] }}"]
     command = delta_sync_serve(root / "v0", "--bucket", str(root / "run"), *flags)
     environment = {"DELTA_SYNC_STATE_DIR": str(root / f"state-{setting}")}
-    with serving(root / "v0", root / f"{setting}.log", command, environment) as server:
+    with serving(root / f"{setting}.log", command, environment) as server:
         for version in (0, 1, 2, 1):
             moved = server.post("/delta_sync/sync", {"version": version})
             assert moved.json()["served"]["version"] == version, moved.text
@@ -67,23 +66,19 @@ def test_commits_between_a_query_and_its_documents_end_nothing(images: tuple[Pat
     command = delta_sync_serve(root / "v0", "--bucket", str(root / "run"), *flags)
     body = {"model": "tiny", "text_1": "the quick", "text_2": ["lazy dog jumps over the fox " * 20] * DOCUMENTS}
     environment = {"DELTA_SYNC_STATE_DIR": str(root / "state-scores")}
-    stop = threading.Event()
+    codes: list[int] = []
 
-    def score() -> set[int]:
-        codes = set()
-        while not stop.is_set():
-            codes.add(server.post("/score", body).status_code)
-        return codes
+    def score(ended: threading.Event) -> None:
+        while not ended.is_set():
+            codes.append(server.post("/score", body).status_code)
 
-    with serving(root / "v0", root / "scores.log", command, environment) as server, ThreadPoolExecutor() as pool:
-        scoring = [pool.submit(score) for _ in range(3)]
-        try:
+    with serving(root / "scores.log", command, environment) as server:
+        with beside(score, score, score) as threads:
             for commit in range(COMMITS):
                 moved = server.post("/delta_sync/sync", {"version": (commit + 1) % 2})
                 assert moved.status_code == 200, moved.text
-        finally:
-            stop.set()
-        assert [each.result() for each in scoring] == [{200}] * 3
+            assert all(thread.is_alive() for thread in threads), "a request failed"
+        assert set(codes) == {200}
         assert server.post("/delta_sync/verify").json()["verdict"] is True
 
 

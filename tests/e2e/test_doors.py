@@ -60,12 +60,7 @@ def check_refusals(server: Server, trainer: World) -> None:
     ]
     for route, body, code, words in refused:
         answer = server.post(route, body)
-        assert (answer.status_code, words in answer.text) == (code, True), (
-            route,
-            body,
-            answer.status_code,
-            answer.text,
-        )
+        assert (answer.status_code, words in answer.text) == (code, True), (route, body, answer.text)
     assert server.get("/weight_info").json() == {"weight_version": "1"}
     assert server.digests() == before
 
@@ -89,7 +84,7 @@ def check_native_update(server: Server, trainer: World) -> None:
     status = server.status()
     assert (status["served"]["version"], status["lag"], version) == (3, 0, 3)
     assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
-    assert server.spans() == [{"index": 0, "version": 3, "start": 0, "end": 5}]
+    assert server.traced()["spans"] == [{"index": 0, "version": 3, "start": 0, "end": 5}]
 
 
 def check_pauses_of_the_caller(server: Server, trainer: World) -> None:
@@ -101,7 +96,7 @@ def check_pauses_of_the_caller(server: Server, trainer: World) -> None:
         assert server.post("/finish_weight_update").status_code == 200
         assert server.get("/is_paused").json() == {"is_paused": True}
         assert server.post("/resume").status_code == 200
-        assert server.spans() == [{"index": 0, "version": version, "start": 0, "end": 5}]
+        assert server.traced()["spans"] == [{"index": 0, "version": version, "start": 0, "end": 5}]
 
 
 def check_clients_see_the_abort(server: Server, trainer: World) -> None:

@@ -22,6 +22,7 @@ def test_a_head_follows_with_its_model(tmp_path: Path, head: str) -> None:
     assert seen["synced"] == seen["fresh"]
     assert len({json.dumps(said["weights"]) for said in (seen["first"], *seen["synced"])}) == VERSIONS + 1
     assert seen["rolled back"] == seen["fresh"][ROLLBACK - 1]
+    assert seen["asleep"].startswith("busy: ")
     assert "wake it up" in seen["asleep"]
     assert seen["awake"] == seen["cold"] == seen["fresh"][-1]
     assert seen["same places"], "compiled code and captured graphs read where weights no longer are"

@@ -22,6 +22,9 @@ SHARD_BYTES = "100000"
 """Some tensors of the model are larger, and most are far smaller."""
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("0", "1", "2", "branch 0")]
+
+
 class World:
     """A signed run and a branch of it.
 
@@ -65,10 +68,6 @@ class World:
         return folder
 
 
-def slow(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
@@ -86,7 +85,7 @@ def greedy(model: PreTrainedModel, tokenizer: Any) -> list[list[int]]:
     return said
 
 
-@pytest.mark.parametrize("name", ["3", "branch 1", *slow("0", "1", "2", "branch 0")])
+@pytest.mark.parametrize("name", ["3", "branch 1", *SLOW])
 def test_an_export_is_the_trainers_model_in_transformers(world: World, tmp_path: Path, name: str) -> None:
     folder = world.export(name, tmp_path / "out")
     held = world.held[name]

@@ -38,7 +38,7 @@ def follow_each(root: Path, **options: Any) -> dict[str, Any]:
     assert (back["equal"], back["label"], back["said"]) == (True, str(BACK), each[BACK - 1]["said"])
     assert seen["again"] == [
         VERSIONS,
-        "attach was called again for this LLM; use what the last call returned",
+        "engine: attach was called again for this LLM; use what the last call returned",
         BACK,
     ]
     assert each[-1]["said"] == seen["fresh"]
@@ -52,7 +52,6 @@ def follow_each(root: Path, **options: Any) -> dict[str, Any]:
         pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
         pytest.param({}, id="compiled"),
         pytest.param({"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager"),
-        pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora"),
         pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8, "sleep": 2}, id="lora-sleep-2"),
         pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model"),
         pytest.param({**EAGER, "speculative_config": SERVED_MODEL}, id="served-model-drafts"),

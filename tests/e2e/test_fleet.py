@@ -2,13 +2,13 @@
 
 import signal
 import statistics
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.e2e.servers import Load, Server, delta_sync_serve, end_group, free_port, serving
+from tests.e2e.world import World
 from tests.support.commands import answer
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.web import TOKEN
@@ -37,7 +37,7 @@ def test_three_servers_answer_every_request_while_they_take_dense_versions(tmp_p
         for name in NAMES:
             flags = ("--bucket", url, "--receiver-id", name, "--state-dir", str(tmp_path / f"state-{name}"), *FLAGS)
             log = tmp_path / f"{name}.log"
-            servers[name] = ended.enter_context(serving(base, log, delta_sync_serve(base, *flags), {}))
+            servers[name] = ended.enter_context(serving(log, delta_sync_serve(base, *flags), {}))
         publisher.wait_served(0, replicas=3, timeout=WAIT)
         with ExitStack() as asking:
             loads = [asking.enter_context(Load(server)) for server in servers.values()]
@@ -74,42 +74,38 @@ def test_three_servers_answer_every_request_while_they_take_dense_versions(tmp_p
 
 def test_two_servers_are_peers_of_each_other(tmp_path: Path) -> None:
     """Both have the same list. The first reads the bucket, until it is killed; then the second does."""
-    model = make_model("qwen3")
-    base = save_checkpoint(model, tmp_path / "base")
-    url = str(tmp_path / "run")
+    world = World(tmp_path)
     ports = {"a": free_port(), "b": free_port()}
     peers = ",".join(f"http://127.0.0.1:{port}" for port in ports.values())
     environment = {VARIABLE: TOKEN}
 
     def start(name: str, cache: str) -> Server:
-        flags = ["--bucket", url, "--receiver-id", name, "--peer", peers, "--poll-seconds", "0.2"]
-        command = delta_sync_serve(base, *flags, "--cache-dir", str(tmp_path / cache))
-        return ended.enter_context(serving(base, tmp_path / f"{cache}.log", command, environment, port=ports[name]))
+        flags = ["--bucket", world.url, "--receiver-id", name, "--peer", peers, "--poll-seconds", "0.2"]
+        command = delta_sync_serve(world.base, *flags, "--cache-dir", str(tmp_path / cache))
+        return ended.enter_context(serving(tmp_path / f"{cache}.log", command, environment, port=ports[name]))
 
-    def publish(version: int, *served_by: str) -> None:
-        for parameter in model.parameters():
-            parameter.data += torch.randint(0, 100, parameter.shape).eq(0) * 0.01
-        publisher.publish(step=version, wait=True)
+    def publish(*served_by: str) -> None:
+        version = world.publish()
         for name in served_by:
             served = servers[name].wait_served(version)["served"]
-            assert served["fingerprint"] == open_run(url).head().fingerprint
-        sizes.append(sum(ref.bytes for ref in open_run(url).manifest(version).objects))
+            assert served["fingerprint"] == open_run(world.url).head().fingerprint
+        sizes.append(sum(ref.bytes for ref in open_run(world.url).manifest(version).objects))
 
     def counts(name: str) -> tuple[int, int]:
         store = servers[name].status()["store"]
         return store["peer_bytes"], store["peer_failures"]
 
-    with ExitStack() as ended, Publisher(model, url, base) as publisher:
+    with ExitStack() as ended, closing(world):
         servers, sizes = {name: start(name, name) for name in ports}, list[int]()
-        for version in range(1, 6):
-            publish(version, "a", "b")
+        for _ in range(5):
+            publish("a", "b")
         assert servers["a"].outputs() == servers["b"].outputs()
         assert counts("a") == (0, 0), "first in the list"
         assert counts("b") == (sum(sizes), 0)
 
         servers["a"].process.send_signal(signal.SIGKILL)
         end_group(servers["a"].process)
-        publish(6, "b")
+        publish("b")
         assert counts("b") == (sum(sizes[:-1]), 1), "from the bucket"
 
         servers["a"] = start("a", "a-again")

@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -27,32 +26,23 @@ class Each:
     A connection stays with the process that accepted it, and new ones go to the process that has the fewest.
     """
 
-    def __init__(self, server: Server, count: int) -> None:
+    def __init__(self, server: Server) -> None:
         self.by_role: dict[str, list[httpx.Client]] = {"leader": [], "follower": []}
         self._clients: list[httpx.Client] = []
         found: set[int] = set()
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while len(found) < count and time.monotonic() < deadline:
+        while len(found) < 2 and time.monotonic() < deadline:
             client = httpx.Client(base_url=server.url, timeout=PATIENCE_SECONDS, verify=PLAIN)
             self._clients.append(client)
             status = client.get("/delta_sync/status").json()
             if status["server"] not in found:
                 found.add(status["server"])
                 self.by_role[status["role"]].append(client)
-        assert len(found) == count, "some of the API servers were not reached"
+        assert len(found) == 2, "some of the API servers were not reached"
 
     def close(self) -> None:
         for client in self._clients:
             client.close()
-
-
-@contextmanager
-def each_of(server: Server, count: int) -> Iterator[Each]:
-    each = Each(server, count)
-    try:
-        yield each
-    finally:
-        each.close()
 
 
 def served(client: httpx.Client) -> int | None:
@@ -80,7 +70,7 @@ def spans_of(client: httpx.Client, engine: int) -> set[int]:
 @pytest.mark.slow
 def test_one_leads_and_the_others_pass_on(tmp_path: Path) -> None:
     world = World(tmp_path, "llama_one_kv_head")
-    with world.serve(*FLAGS, environment=ranks_bound(2)) as server, each_of(server, 2) as each:
+    with world.serve(*FLAGS, environment=ranks_bound(2)) as server, closing(Each(server)) as each:
         (leader,), (follower,) = each.by_role["leader"], each.by_role["follower"]
         both = (leader, follower)
         for step in (1, 2):

@@ -113,7 +113,7 @@ def test_several_api_servers_show_the_same_metrics(tmp_path: Path) -> None:
     command = plain_vllm_serve(world.base, "--api-server-count", "2", *EXTENSION)
     environment = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_BUCKET": world.url}
     # Whether processes add up their metrics is decided when their library is imported.
-    with serving(world.base, tmp_path / "server.log", command, environment, cold=True) as server:
+    with serving(tmp_path / "server.log", command, environment, cold=True) as server:
         server.wait_served(0)
         for _ in range(8):
             found = server.metrics()

@@ -42,17 +42,19 @@ def test_generation_goes_on_when_the_controller_stands_still(follower: Follower)
     expect_served(world, server, version + 1)
 
 
-def test_pause_that_comes_during_a_commit_answers_requests_like_any_other(follower: Follower) -> None:
+@pytest.mark.parametrize("mode", ["wait", pytest.param("keep", marks=pytest.mark.slow)])
+def test_pause_that_comes_during_a_commit_answers_requests_like_any_other(follower: Follower, mode: str) -> None:
     """vLLM refuses requests during its own /pause from 0.33 on, and keeps them waiting before."""
     world, server = follower.world, follower.server
     served = world.version
-    assert server.post("/pause?mode=wait").status_code == 200
+    assert server.post(f"/pause?mode={mode}").status_code == 200
     usual = answer_while_paused(server)
     check_paused_until_resumed(server, served)
     world.faults.arm(LOST, "wait")
     world.publish()
     server.wait_logged(f"fault: wait at {LOST}")
-    assert server.post("/pause?mode=wait").status_code == 200
+    assert not server.log_lines(OVER)
+    assert server.post(f"/pause?mode={mode}").status_code == 200
     assert server.log_lines(OVER)
     assert answer_while_paused(server) == usual
     check_paused_until_resumed(server, served)
@@ -74,7 +76,7 @@ def check_paused_until_resumed(server: Server, version: int) -> None:
     assert server.get("/is_paused").json() == {"is_paused": True}
     assert server.post("/resume").status_code == 200
     assert server.get("/is_paused").json() == {"is_paused": False}
-    assert [span["version"] for span in server.spans()] == [version]
+    assert server.versions() == [version]
 
 
 @pytest.mark.slow
@@ -87,26 +89,9 @@ def test_generation_goes_on_when_the_controller_is_lost(follower: Follower) -> N
         server.wait_logged(f"fault: hang at {LOST}")
         expect_reverted(server.wait_logged(OVER), version)
     assert all(answer.json()["usage"]["completion_tokens"] == Load.TOKENS for answer in load.answers)
-    assert [span["version"] for span in server.spans()] == [version - 1]
+    assert server.versions() == [version - 1]
     with no_process_left(server):
         server.process.kill()
-
-
-@pytest.mark.slow
-def test_pauses_of_others_stay_what_they_are(follower: Follower) -> None:
-    """vLLM's own /pause before a commit holds after it; one that comes during a commit waits for its end."""
-    world, server = follower.world, follower.server
-    assert server.post("/pause?mode=keep").status_code == 200
-    version = world.publish()
-    server.wait_served(version)
-    check_paused_until_resumed(server, version)
-    world.faults.arm(LOST, "wait")
-    world.publish()
-    server.wait_logged(f"fault: wait at {LOST}")
-    assert not server.log_lines(OVER)
-    assert server.post("/pause?mode=keep").status_code == 200
-    assert server.log_lines(OVER)
-    check_paused_until_resumed(server, version)
 
 
 @pytest.mark.slow

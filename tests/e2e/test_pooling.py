@@ -84,15 +84,14 @@ def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> 
     far = min(distance(expected[back, prompt], expected[forward, prompt]) for prompt in range(len(PROMPTS)))
     assert far > 1e-2, "the versions cannot be told apart"
     seen: Counter[str] = Counter()
-    stop = threading.Event()
 
     def of(version: int, prompt: int, answer: Rows) -> bool:
         return distance(answer, expected[version, prompt]) < far / 4
 
-    def read(prompt: int, exactly: bool) -> None:
+    def read(prompt: int, exactly: bool, ended: threading.Event) -> None:
         with client_of(server) as client:
             for version in itertools.cycle(mover.versions):
-                if stop.is_set():
+                if ended.is_set():
                     return
                 answer = ask(client, prompt, **({"X_Delta_Sync_Version": version} if exactly else {}))
                 if exactly and answer.status_code == 409:
@@ -105,7 +104,7 @@ def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> 
                     seen["plain" if either else f"mixed: {len(rows(answer))} rows"] += 1
 
     readers = [partial(read, prompt, exactly) for prompt in range(len(PROMPTS)) for exactly in (False, True)]
-    move_while(mover, readers, stop, lambda: set(seen) >= {"plain", "exact", "409"}, RACE_SECONDS)
+    move_while(mover, readers, lambda: set(seen) >= {"plain", "exact", "409"}, RACE_SECONDS)
     assert set(seen) == {"plain", "exact", "409"}, seen
 
 
@@ -121,11 +120,10 @@ def test_a_score_is_of_the_version_that_it_asks_for(world: World, server: Server
     far = distance([expected[mover.versions[0]]], [expected[mover.versions[1]]])
     assert far > 1e-2, "the versions cannot be told apart"
     seen: Counter[str] = Counter()
-    stop = threading.Event()
 
-    def read(version: int) -> None:
+    def read(version: int, ended: threading.Event) -> None:
         with client_of(server) as client:
-            while not stop.is_set():
+            while not ended.is_set():
                 answer = client.post("/score", json=body, headers={"X-Delta-Sync-Version": str(version)})
                 if answer.status_code == 409:
                     kind = answer.json()["error"]["message"]
@@ -135,7 +133,7 @@ def test_a_score_is_of_the_version_that_it_asks_for(world: World, server: Server
                 seen["right" if right else "of two versions"] += 1
 
     readers = [partial(read, version) for version in mover.versions]
-    move_while(mover, readers, stop, lambda: {"right", "interrupted"} <= set(seen), RACE_SECONDS)
+    move_while(mover, readers, lambda: {"right", "interrupted"} <= set(seen), RACE_SECONDS)
     assert "of two versions" not in seen, seen
 
 

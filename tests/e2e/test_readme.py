@@ -67,7 +67,7 @@ def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
     assert (verb, model) == ("serve", MODEL)
     program = str(Path(sys.executable).with_name("delta-sync"))
     command = [program, verb, str(checkpoint), *flags, "--served-model-name", MODEL]
-    with serving(checkpoint, tmp_path / "server.log", command, {}) as server:
+    with serving(tmp_path / "server.log", command, {}) as server:
         server.wait_served(last)
         (completion,) = lines("README.md", "completion")
         answer = curled(server, completion)

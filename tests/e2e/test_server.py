@@ -65,7 +65,7 @@ def test_plain_vllm_serve_follows_bit_for_bit(tmp_path: Path) -> None:
         "DELTA_SYNC_POLL_SECONDS": "0.5",
         "VLLM_SERVER_DEV_MODE": "1",
     }
-    with serving(world.base, tmp_path / "server.log", command, environment) as server:
+    with serving(tmp_path / "server.log", command, environment) as server:
         server.wait_served(0)
         follow(world, server)
     world.close()
@@ -99,7 +99,7 @@ def check_rollback(server: Server, head: int, digests: list[dict[str, str]]) -> 
         status = server.post(f"/delta_sync/{route}", {"version": version}).json()
         assert (status["served"]["version"], status["state"]) == (version, "held")
         assert server.digests() == digests[version - first]
-        assert [span["version"] for span in server.spans()] == [version]
+        assert server.versions() == [version]
     assert server.post("/delta_sync/sync", {}).json()["error"]["kind"] == "busy"
     assert server.post("/delta_sync/release").json()["holding"] is False
     server.wait_served(head)

@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.servers import Server
+from tests.e2e.servers import Server, beside
 from tests.e2e.world import Follower
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
@@ -34,11 +35,11 @@ Answers = list[tuple[str, int, list[dict[str, Any]]]]
 @contextmanager
 def streaming(server: Server, answers: Answers) -> Iterator[None]:
     """One stream of each kind after the other, from the start of the block to its end."""
-    stop, begun = threading.Event(), {path: threading.Event() for path in STREAMS}
+    begun = {path: threading.Event() for path in STREAMS}
 
-    def read(path: str) -> None:
+    def read(path: str, ended: threading.Event) -> None:
         with httpx.Client(base_url=server.url, timeout=300) as client:
-            while not stop.is_set():
+            while not ended.is_set():
                 with client.stream("POST", path, json=STREAMS[path]) as response:
                     lines = response.iter_lines()
                     chunks = [next(lines)]
@@ -46,16 +47,9 @@ def streaming(server: Server, answers: Answers) -> Iterator[None]:
                     chunks += lines
                     answers.append((path, int(response.headers["x-delta-sync-version"]), documents(chunks)))
 
-    threads = [threading.Thread(target=read, args=(path,)) for path in STREAMS]
-    for thread in threads:
-        thread.start()
-    try:
+    with beside(*(partial(read, path) for path in STREAMS)):
         assert all(event.wait(120) for event in begun.values()), "a stream did not begin"
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(300)
 
 
 def documents(lines: list[str]) -> list[dict[str, Any]]:

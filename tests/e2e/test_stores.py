@@ -65,7 +65,7 @@ def opened(name: str, base: Path, folder: Path, serves: bool = True) -> Iterator
         if serves:
             flags = ["--bucket", store.url, "--poll-seconds", "0.3", "--cache-dir", str(folder / "cache")]
             command, environment = delta_sync_serve(base, *flags), environment | {"VLLM_SERVER_DEV_MODE": "1"}
-            server = stack.enter_context(serving(base, folder / "server.log", command, environment, cold=name == "hub"))
+            server = stack.enter_context(serving(folder / "server.log", command, environment, cold=name == "hub"))
             server.wait_served(0)
         yield Site(store, trainer, server)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.fresh import fresh_vllm, generate, make_engine
+from tests.e2e.fresh import fresh_vllm, generate, make_engine, refusal
 from tests.e2e.servers import delta_sync_serve, serving
 from tests.e2e.warm import see
 from tests.e2e.world import ranks_bound
@@ -54,14 +54,7 @@ class Site:
 
 def look(llm: Any, sync: Any, act: Callable[[], object]) -> dict[str, Any]:
     """Do something, and what an engine is and says then."""
-    from vllm_delta_sync.errors import DeltaSyncError
-
-    try:
-        act()
-        raised = ""
-    except DeltaSyncError as error:
-        raised = f"{error.kind}: {error.message}"
-    status = sync.status()
+    raised, status = refusal(act), sync.status()
     return {
         "raised": raised,
         "state": status["state"],
@@ -75,15 +68,10 @@ def left_out(site: Site) -> dict[str, Any]:
     """Two engines over a folder without a head: one loads the folder, the other the bucket. Then the head changes, the
     embedding does, and both do."""
     from vllm_delta_sync.engine import attach
-    from vllm_delta_sync.errors import ModelError
 
     # Kept: an engine that ends takes along what it shares with the others of its process.
     first = site.engine(site.tied)
-    try:
-        attach(first, site.url).to()
-        refused = ""
-    except ModelError as error:
-        refused = error.message
+    refused = refusal(attach(first, site.url).to)
     return {"refused": refused, **follow(site, site.engine(site.tied, "delta_sync"), site.tied, first)}
 
 
@@ -146,6 +134,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_head_that_the_model_folder_lacks(tmp_path: Path, layout: str) -> None:
     seen = seen_of(tmp_path, "left_out", LAYOUTS[layout])
+    assert seen["refused"].startswith("model: ")
     assert f"tensor {HEAD!r} is left out by this model" in seen["refused"]
     assert "start vLLM with --load-format delta_sync" in seen["refused"]
     expect_followed(seen)
@@ -161,11 +150,11 @@ def test_a_server_that_cannot_follow_says_how_to_start_it(tmp_path: Path) -> Non
     site = Site(tmp_path, {}, both_in_base=False)
     command = delta_sync_serve(site.tied, "--bucket", site.url, "--poll-seconds", "0.2")
     v1 = site.publish(1, HEAD)
-    with serving(site.tied, tmp_path / "log", command, {}) as server:
+    with serving(tmp_path / "log", command, {}) as server:
         status = server.wait_error("model", timeout=60)
         assert (status["state"], status["served"]) == ("refused", None)
         assert "--load-format delta_sync" in status["last_error"]["message"]
-    with serving(site.tied, tmp_path / "log", [*command, "--load-format", "delta_sync"], {}) as server:
+    with serving(tmp_path / "log", [*command, "--load-format", "delta_sync"], {}) as server:
         server.wait_served(1)
         outputs = server.outputs()
     site.publisher.close()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]
 
 from tests.e2e import warm
-from tests.e2e.servers import PATIENCE_SECONDS, Server, complaints, delta_sync_serve, free_port, serving
+from tests.e2e.servers import PATIENCE_SECONDS, Server, beside, complaints, delta_sync_serve, free_port, serving
 from tests.support.faults.inject import Faults
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
@@ -30,12 +30,20 @@ class World:
     """
 
     def __init__(
-        self, root: Path, family: str = "qwen3", *, rate: float = 3e-5, publishes: bool = True, **publishing: Any
+        self,
+        root: Path,
+        family: str = "qwen3",
+        *,
+        rate: float = 3e-5,
+        sizes: Mapping[str, int] | None = None,
+        publishes: bool = True,
+        **publishing: Any,
     ) -> None:
-        """``rate``: of learning. ``publishes``: from now on, not from ``begin`` on. The rest is for the publisher."""
+        """``rate``: of learning. ``sizes``: of the model, see ``make_model``. ``publishes``: from now on, not from
+        ``begin`` on. The rest is for the publisher."""
         self.root, self.family = root, family
         self.url = str(root / "run")
-        self.model = make_model(family, seed=5)
+        self.model = make_model(family, seed=5, **(sizes or {}))
         self.base = save_checkpoint(self.model, root / "base")
         self.faults = Faults(root)
         self.version = 0
@@ -85,7 +93,7 @@ class World:
             "DELTA_SYNC_STATE_DIR": str(self.root / "state"),
             **(environment or {}),
         }
-        return serving(self.base, self.root / "server.log", command, settings, cold=bool(prefix))
+        return serving(self.root / "server.log", command, settings, cold=bool(prefix))
 
     def close(self) -> None:
         self._stack.close()
@@ -140,23 +148,17 @@ class Follower:
         """End the server in the middle of polls and commits, and while a client waits for a version, as its supervisor
         does: it ends in order, and says no more than that."""
         self.reset()
-        stopped = threading.Event()
 
-        def publish() -> None:
-            while not stopped.is_set():
+        def publish(ended: threading.Event) -> None:
+            while not ended.is_set():
                 self.world.publish()
 
-        publishing = threading.Thread(target=publish)
-        publishing.start()
-        try:
+        with beside(publish):
             self.server.wait_served(self.world.version + 2)
             with waiting(self.server):
                 self.server.process.send_signal(signal.SIGTERM)
                 # Not its exit status: vLLM looks up who has its port, which fails if that is its ended engine.
                 self.server.process.wait(120)
-        finally:
-            stopped.set()
-            publishing.join()
         said = self.server.logged()
         assert complaints(said) == []
         assert "no longer following: the engine has stopped" in said
@@ -172,7 +174,7 @@ def expect_served(world: World, server: Server, version: int) -> None:
     assert status["served"]["version"] == version, status
     assert status["served"]["fingerprint"] == open_run(world.url).manifest(version).fingerprint
     assert server.post("/delta_sync/verify").json()["verdict"] is True
-    assert server.spans() == [{"index": 0, "version": version, "start": 0, "end": 5}]
+    assert server.traced()["spans"] == [{"index": 0, "version": version, "start": 0, "end": 5}]
 
 
 @contextmanager

@@ -65,19 +65,11 @@ def serve(base: Path, root: Path, **environment: str) -> Seen:
     # In float32 no kernel uses AMX, for which a process without our plugin does not ask, and ends with SIGILL.
     flags = [*VLLM_FLAGS, "--dtype", "float32"]
     command = [*clean, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(base), *flags]
-    with serving(base, root / "log", command, {**site, **environment}, cold=True) as server:
+    with serving(root / "log", command, {**site, **environment}, cold=True) as server:
         body = {"model": "tiny", "prompt": "fox", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         answer = server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
-        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _group(folder) == server.process.pid]
-        processes = {role: held for pid in pids if (role := role_of(pid)) for held in [ask(pid, root)]}
+        processes = {role: held for pid in server.pids() if (role := role_of(pid)) for held in [ask(pid, root)]}
     return Seen(processes, answer)
-
-
-def _group(folder: Path) -> int | None:
-    try:
-        return os.getpgid(int(folder.name))
-    except ProcessLookupError:
-        return None
 
 
 def role_of(pid: int) -> str | None:

@@ -97,10 +97,8 @@ def main() -> None:
                 "payload_bytes": result.payload_bytes,
                 "publish_seconds": round(returned, 3),
                 "seconds": round(seconds, 3),
+                "memory": asdict(publisher.memory),
             }
-            memory = getattr(publisher, "memory", None)
-            if memory is not None:
-                found["memory"] = asdict(memory)
         if options.verify:
             with open_run(url) as run:
                 for name, tensor in run.tensors():

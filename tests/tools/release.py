@@ -169,7 +169,7 @@ def try_server_cpu(made: Distributions, environment: Environment) -> None:
     command += ["--bucket", str(environment.work / "shared" / "first-run"), "--enforce-eager", "--max-model-len", "256"]
     command += ["--served-model-name", MODEL]
     log, variables = environment.work / "server.log", {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    with serving(checkpoint, log, command, variables, cold=True) as server:
+    with serving(log, command, variables, cold=True) as server:
         assert server.wait_served(last)["versions"]["vllm_delta_sync"] == project()["version"]
         body = {"model": MODEL, "prompt": "The quick brown fox", "max_tokens": 8}
         assert server.post("/v1/completions", body).headers["x-delta-sync-version"] == str(last)

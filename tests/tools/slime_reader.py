@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.support.chains import Chain
-from tests.support.exporting import expected
+from tests.support.exporting import expected, tensors_in
 from tests.support.s3_store import serving
 from vllm_delta_sync import follow
 from vllm_delta_sync.codec.slime import folder_name
@@ -90,19 +90,6 @@ class ModelExpress:
         return Path(self._checkpoint.local_checkpoint)
 
 
-def bits(folder: Path) -> dict[str, bytes]:
-    """Name → bytes of the tensors in all safetensors files of a folder, by the safetensors library."""
-    import torch
-    from safetensors import safe_open
-
-    found: dict[str, bytes] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in sorted(set(file.keys())):
-                found[name] = file.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
@@ -132,16 +119,12 @@ def main() -> None:
                         else:
                             bucket = server.create_bucket(f"{format}-{place}")
                             readers.append(ModelExpress(work / "out", local, bucket, server.endpoint))
-                    found = bits(readers[place].read(version))
+                    found = tensors_in(*readers[place].read(version).glob("*.safetensors"))
                     if found != expected(chain.table, chain.bits[version]):
                         sys.exit(f"{report['reader']} has other bits than version {version} ({format})")
                     report["looks"] += 1
-                kind = (
-                    "deltas"
-                    if b"delta_encoding" in (update.folder / "model.safetensors.index.json").read_bytes()
-                    else "whole"
-                )
-                report[kind] += 1
+                index = (update.folder / "model.safetensors.index.json").read_bytes()
+                report["deltas" if b"delta_encoding" in index else "whole"] += 1
     print(json.dumps(report))
 
 

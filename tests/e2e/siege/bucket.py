@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from hashlib import sha256
@@ -22,22 +23,30 @@ from vllm_delta_sync.trust import Keyring
 ANY_WRITER = "bucket write"
 THIEF = "bucket write, a stolen signing key"
 
-Edit = Callable[[dict[str, Any]], None]
 
-
-def next_version(siege: Siege, keyring: Keyring, edit: Edit | None = None) -> dict[str, bytes | None]:
-    """Files of a well-formed version after the head, signed with a keyring."""
+def next_version(siege: Siege, keyring: Keyring, **others: Any) -> dict[str, bytes | None]:
+    """Files of a well-formed version after the head, signed with a keyring. ``others``: fields of its manifest."""
     run = open_run(str(siege.run))
     fields, changes = good_parts(run)
     context = DeltaContext(fields["run"], fields["version"], fields["base_version"])
     data = encode(changes, run.table, "plain", "none", context)
     digest = sha256(data).hexdigest()
     ref = {"key": object_key(digest), "bytes": len(data), "sha256": digest, "rank": 0}
-    fields |= {"objects": [ref], "payload_bytes": len(data)}
-    if edit is not None:
-        edit(fields)
+    fields |= {"objects": [ref], "payload_bytes": len(data), **others}
     manifest = keyring.signed(Manifest.from_bytes(dump_canonical(fields)))
     return {object_key(digest): data, version_key(fields["version"]): manifest.to_bytes()}
+
+
+def changed_manifest(siege: Siege, keyring: Keyring, change: Callable[[bytes], bytes]) -> dict[str, bytes | None]:
+    """As ``next_version``, and then something is done to the manifest."""
+    (key, data), (manifest_key, manifest) = next_version(siege, keyring).items()
+    return {key: data, manifest_key: change(manifest or b"")}
+
+
+def other_head(siege: Siege, keyring: Keyring, **fields: Any) -> dict[str, bytes | None]:
+    """HEAD.json with other fields, signed with a keyring."""
+    pointer = {**json.loads(siege.path(HEAD_KEY).read_bytes()), "signature": None, **fields}
+    return {HEAD_KEY: keyring.signed(Head.from_bytes(dump_canonical(pointer))).to_bytes()}
 
 
 def refused(siege: Siege, files: dict[str, bytes | None], *kinds: str) -> None:
@@ -62,32 +71,25 @@ def by_a_stranger(siege: Siege) -> None:
 @attack("manifest edited", ANY_WRITER, "refused: `signature`")
 def edited(siege: Siege) -> None:
     """One field of a signed manifest changed."""
-    files = next_version(siege, siege.keyring)
-    key = next(key for key in files if key.startswith("versions/"))
-    document = json.loads(files[key] or b"")
-    document["step"] += 1
-    refused(siege, {**files, key: dump_canonical(document)}, "signature")
+    files = changed_manifest(siege, siege.keyring, lambda data: data.replace(b'"step":', b'"step":1', 1))
+    refused(siege, files, "signature")
 
 
 @attack("signature moved", ANY_WRITER, "refused: `signature`")
 def signature_moved(siege: Siege) -> None:
     """The signature of one version on another."""
-    head = open_run(str(siege.run)).head()
-    files = next_version(siege, Keyring())
-    key = next(key for key in files if key.startswith("versions/"))
-    document = json.loads(files[key] or b"")
-    document["signature"] = json.loads(head.to_bytes())["signature"]
-    refused(siege, {**files, key: dump_canonical(document)}, "signature")
+    signature = json.loads(open_run(str(siege.run)).head().to_bytes())["signature"]
+
+    def sign(data: bytes) -> bytes:
+        return dump_canonical({**json.loads(data), "signature": signature})
+
+    refused(siege, changed_manifest(siege, Keyring(), sign), "signature")
 
 
 @attack("version of another run", ANY_WRITER, "refused: `chain`")
 def of_another_run(siege: Siege) -> None:
     """Signed by the honest key for another run."""
-
-    def edit(fields: dict[str, Any]) -> None:
-        fields["run"] = "0" * 32
-
-    refused(siege, next_version(siege, siege.keyring, edit), "chain")
+    refused(siege, next_version(siege, siege.keyring, run="0" * 32), "chain")
 
 
 @attack("object swapped", ANY_WRITER, "refused: `digest`", quick=True)
@@ -137,12 +139,10 @@ def history_cut(siege: Siege) -> None:
     siege.fresh()
     head = open_run(str(siege.run)).head()
     before = open_run(str(siege.run)).manifest(head.version - 2)
-    old = Head(
-        run=head.run, version=before.version, manifest=before.digest, epoch=before.epoch, parent=before.parent,
-        created_at=timestamp(), expires_at="2126-01-02T03:04:05Z",
-    )  # fmt: skip
-    hidden: dict[str, bytes | None] = {version_key(head.version - lower): None for lower in (0, 1)}
-    refused(siege, {**hidden, HEAD_KEY: siege.keyring.signed(old).to_bytes()}, "replay")
+    pointer = {"version": before.version, "manifest": before.digest, "epoch": before.epoch, "parent": before.parent}
+    pointer |= {"created_at": timestamp(), "expires_at": "2126-01-02T03:04:05Z"}
+    hidden = dict.fromkeys(version_key(head.version - lower) for lower in (0, 1))
+    refused(siege, {**hidden, **other_head(siege, siege.keyring, **pointer)}, "replay")
 
 
 @attack("older copy of the bucket", ANY_WRITER, "refused: `replay`")
@@ -171,34 +171,24 @@ def copy_put_back(siege: Siege) -> None:
 @attack("fork", THIEF, "refused: `fork`", quick=True)
 def forked(siege: Siege) -> None:
     """A second signed version of the number served."""
-    run = open_run(str(siege.run))
-    head = run.head()
+    head = open_run(str(siege.run)).head()
     document = json.loads(head.to_bytes())
-    document["step"] += 1
-    document["signature"] = None
-    other = siege.keyring.signed(Manifest.from_bytes(dump_canonical(document)))
-    pointer = json.loads(siege.path(HEAD_KEY).read_bytes())
-    pointer["manifest"], pointer["signature"] = other.digest, None
-    signed = siege.keyring.signed(Head.from_bytes(dump_canonical(pointer)))
-    refused(siege, {version_key(head.version): other.to_bytes(), HEAD_KEY: signed.to_bytes()}, "fork")
+    other = Manifest.from_bytes(dump_canonical({**document, "step": document["step"] + 1, "signature": None}))
+    other = siege.keyring.signed(other)
+    files = {version_key(head.version): other.to_bytes(), **other_head(siege, siege.keyring, manifest=other.digest)}
+    refused(siege, files, "fork")
 
 
 @attack("freeze", ANY_WRITER, "shown: `expired`")
 def frozen(siege: Siege) -> None:
     """HEAD.json is not renewed any more."""
-    pointer = json.loads(siege.path(HEAD_KEY).read_bytes())
-    pointer["expires_at"], pointer["signature"] = "2026-01-02T03:04:05Z", None
-    signed = siege.keyring.signed(Head.from_bytes(dump_canonical(pointer)))
-    refused(siege, {HEAD_KEY: signed.to_bytes()}, "expired")
+    refused(siege, other_head(siege, siege.keyring, expires_at="2026-01-02T03:04:05Z"), "expired")
 
 
 @attack("HEAD forged", ANY_WRITER, "shown: `signature`")
 def head_forged(siege: Siege) -> None:
     """HEAD.json signed by a stranger."""
-    pointer = json.loads(siege.path(HEAD_KEY).read_bytes())
-    pointer["signature"] = None
-    signed = siege.stranger.signed(Head.from_bytes(dump_canonical(pointer)))
-    refused(siege, {HEAD_KEY: signed.to_bytes()}, "signature")
+    refused(siege, other_head(siege, siege.stranger), "signature")
 
 
 @attack("wrong weights, signed", THIEF, "refused: `fingerprint`; forgotten once the key is not trusted")
@@ -212,33 +202,23 @@ def wrong_weights_signed(siege: Siege) -> None:
 @attack("path traversal", ANY_WRITER, "refused: `format`")
 def key_path(siege: Siege) -> None:
     """An object key outside of the bucket."""
-
-    def edit(fields: dict[str, Any]) -> None:
-        fields["objects"][0]["key"] = "objects/../../../etc/passwd"
-
-    files = next_version(siege, Keyring())
-    key = next(key for key in files if key.startswith("versions/"))
-    document = json.loads(files[key] or b"")
-    edit(document)
-    refused(siege, {**files, key: dump_canonical(document)}, "format")
+    key = b'"key":"objects/../../../etc/passwd"'
+    files = changed_manifest(siege, Keyring(), lambda data: re.sub(rb'"key":"objects/[^"]*"', key, data))
+    refused(siege, files, "format")
 
 
 @attack("duplicate JSON keys", ANY_WRITER, "refused: `format`")
 def duplicate_keys(siege: Siege) -> None:
     """A manifest with a member twice."""
-    files = next_version(siege, siege.keyring)
-    key = next(key for key in files if key.startswith("versions/"))
-    data = (files[key] or b"").replace(b'"step":', b'"step":0,"step":', 1)
-    refused(siege, {**files, key: data}, "format")
+    files = changed_manifest(siege, siege.keyring, lambda data: data.replace(b'"step":', b'"step":0,"step":', 1))
+    refused(siege, files, "format")
 
 
 @attack("giant integer", ANY_WRITER, "refused: `format`")
 def giant_integer(siege: Siege) -> None:
     """4,000 digits in a manifest."""
-    files = next_version(siege, siege.keyring)
-    key = next(key for key in files if key.startswith("versions/"))
-    data = (files[key] or b"").replace(b'"step":', b'"step":' + b"9" * 4000, 1)
-    refused(siege, {**files, key: data}, "format")
+    files = changed_manifest(siege, siege.keyring, lambda data: data.replace(b'"step":', b'"step":' + b"9" * 4000, 1))
+    refused(siege, files, "format")
 
 
 @attack("symbolic link", "write to a directory bucket", "refused")
@@ -276,9 +256,7 @@ def named_pipe(siege: Siege) -> None:
 def side_documents(siege: Siege) -> None:
     """All of them, by a stranger."""
     run = open_run(str(siege.run))
-    keys = [merged_delta_key(*pair) for pair in run.merged_deltas()] + [
-        anchor_key(version) for version in run.anchors()
-    ]
+    keys = [*(merged_delta_key(*pair) for pair in run.merged_deltas()), *map(anchor_key, run.anchors())]
     head = run.head().version
     wanted = merged_delta_key(head - head % 4, head - head % 4 + 4)
     document = json.loads(siege.path(keys[0]).read_bytes()) if keys else {"no": "such"}

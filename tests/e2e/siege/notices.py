@@ -6,15 +6,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import zmq
 from zmq.auth import load_certificate
 
-from tests.e2e.siege.world import POLL_SECONDS, Siege, attack
+from tests.e2e.servers import beside
+from tests.e2e.siege.world import ATTACKS, POLL_SECONDS, Attack, Siege, attack
 from tests.support.notices import process
+from tests.support.proxy import TcpProxy
 from vllm_delta_sync.format.canonical_json import dump_canonical
 
 PORT = "notice port"
@@ -46,50 +49,39 @@ def _polls(siege: Siege) -> int:
     return int(siege.server.status()["polls"])
 
 
-def _storm(siege: Siege, name: str | None, port: int) -> None:
+def _storm(siege: Siege, name: str | None) -> None:
     """Thousands of forged messages: polls of the bucket stay few, and the next honest version arrives."""
     before, started = _polls(siege), time.monotonic()
-    with siege.untouched(), _connected(siege, port, name) as peer:
-        time.sleep(0.5)
-        for ahead in range(STORM):
-            peer.send_multipart(_forged_fast(siege, ahead))
-            if ahead % 100 == 0:
-                time.sleep(0.05)
+    with siege.untouched(), _connected(siege, siege.publishers, name) as peer:
+        _send(peer, lambda number: _forged(siege, number))
     polls, seconds = _polls(siege) - before, time.monotonic() - started
     siege.seen.notes.append(f"{STORM} forged in {seconds:.1f} s: {polls} polls")
     assert polls <= 2 + seconds / POLL_SECONDS * 2, f"{polls} polls of the bucket in {seconds:.1f} s"
 
 
-def _forged_fast(siege: Siege, ahead: int) -> list[bytes]:
-    signature = {"key": siege.stranger.public, "value": "cd" * 64} if ahead % 2 else None
+def _send(peer: Any, message: Callable[[int], list[bytes]]) -> None:
+    time.sleep(0.5)
+    for number in range(STORM):
+        peer.send_multipart(message(number))
+        if number % 100 == 0:
+            time.sleep(0.05)
+
+
+def _forged(siege: Siege, ahead: int) -> list[bytes]:
     body: dict[str, Any] = {"manifest": "ab" * 32, "run": siege.run_id, "version": 1000 + ahead}
-    if signature is not None:
-        body["signature"] = signature
+    if ahead % 2:
+        body["signature"] = {"key": siege.stranger.public, "value": "cd" * 64}
     return [siege.run_id.encode(), dump_canonical(body)]
 
 
-@attack("forged notices, no key", PORT, "not passed on")
-def storm_without_a_key(siege: Siege) -> None:
-    """3,000 notices to the broker."""
-    _storm(siege, None, siege.publishers)
-
-
-@attack("forged notices, stranger's key", PORT, "not passed on")
-def storm_with_a_strangers_key(siege: Siege) -> None:
-    """A CURVE key that is not on the list."""
-    _storm(siege, "stranger", siege.publishers)
-
-
-@attack("forged notices, listener's key", "a receiver's notice key", "not passed on")
-def storm_with_a_listeners_key(siege: Siege) -> None:
-    """A key that may listen only."""
-    _storm(siege, "receiver", siege.publishers)
-
-
-@attack("forged notices, trainer's key", ALLOWED, "ignored", quick=True)
-def storm_with_a_stolen_key(siege: Siege) -> None:
-    """Passed on, but not signed."""
-    _storm(siege, "publisher", siege.publishers)
+for whose, who, what, outcome, name in (
+    ("no key", PORT, "3,000 notices to the broker", "not passed on", None),
+    ("stranger's key", PORT, "A CURVE key that is not on the list", "not passed on", "stranger"),
+    ("listener's key", "a receiver's notice key", "A key that may listen only", "not passed on", "receiver"),
+    ("trainer's key", ALLOWED, "Passed on, but not signed", "ignored", "publisher"),
+):
+    storm = partial(_storm, name=name)
+    ATTACKS.append(Attack(f"forged notices, {whose}", who, what, outcome, storm, quick=name == "publisher"))
 
 
 @attack("replayed notices", ALLOWED, "no polls")
@@ -102,11 +94,7 @@ def replayed(siege: Siege) -> None:
     siege.fresh()
     before = _polls(siege)
     with siege.untouched(), _connected(siege, siege.publishers, "publisher") as peer:
-        time.sleep(0.5)
-        for number in range(STORM):
-            peer.send_multipart(recorded)
-            if number % 100 == 0:
-                time.sleep(0.05)
+        _send(peer, lambda number: recorded)
     polls = _polls(siege) - before
     siege.seen.notes.append(f"{STORM} replayed: {polls} polls")
     assert polls <= 2
@@ -157,41 +145,21 @@ def broker_killed(siege: Siege) -> None:
     siege.wait_for(answer)
 
 
-@attack("line cut, trainer's", NOBODY, "fresh by notice")
-def cut_up(siege: Siege) -> None:
-    """Three versions meanwhile."""
-    _fault(siege, siege.up)
+LINES = {"trainer's": "up", "server's": "down"}
 
 
-@attack("line cut, server's", NOBODY, "fresh by notice", quick=True)
-def cut_down(siege: Siege) -> None:
-    """Three versions meanwhile."""
-    _fault(siege, siege.down)
-
-
-def _fault(siege: Siege, proxy: Any) -> None:
+def _cut(siege: Siege, line: str) -> None:
+    proxy: TcpProxy = getattr(siege, line)
     proxy.cut()
-    answer = siege.publish()
-    siege.publish()
-    answer = siege.publish()
+    for _ in range(3):
+        answer = siege.publish()
     proxy.resume()
     siege.wait_for(answer)
 
 
-@attack("line stalled, trainer's", NOBODY, "fresh by notice")
-def stall_up(siege: Siege) -> None:
-    """Four versions meanwhile."""
-    _stall(siege, siege.up)
-
-
-@attack("line stalled, server's", NOBODY, "fresh by notice")
-def stall_down(siege: Siege) -> None:
-    """Four versions meanwhile."""
-    _stall(siege, siege.down)
-
-
-def _stall(siege: Siege, proxy: Any) -> None:
+def _stall(siege: Siege, line: str) -> None:
     """Bytes are taken and not passed on, for some seconds and versions."""
+    proxy: TcpProxy = getattr(siege, line)
     proxy.stall()
     try:
         for _ in range(4):
@@ -200,6 +168,14 @@ def _stall(siege: Siege, proxy: Any) -> None:
     finally:
         proxy.resume()
     siege.wait_for(answer)
+
+
+for fault, what, act in (("cut", "Three versions meanwhile", _cut), ("stalled", "Four versions meanwhile", _stall)):
+    for whose, line in LINES.items():
+        name = f"line {fault}, {whose}"
+        ATTACKS.append(
+            Attack(name, NOBODY, what, "fresh by notice", partial(act, line=line), name == "line cut, server's")
+        )
 
 
 @attack("throttled", NOBODY, "fresh by notice")
@@ -219,25 +195,20 @@ def throttled(siege: Siege) -> None:
 @attack("flapping", NOBODY, "fresh by notice")
 def flapping(siege: Siege) -> None:
     """Lines break every 100 ms, out of order."""
-    source, stop = random.Random(2), threading.Event()
+    source = random.Random(2)
 
-    def flap() -> None:
-        while not stop.is_set():
+    def flap(ended: threading.Event) -> None:
+        while not ended.is_set():
             for proxy in source.sample([siege.up, siege.down], 2):
                 proxy.cut()
-                stop.wait(0.05)
+                ended.wait(0.05)
                 proxy.resume()
-            stop.wait(0.1)
+            ended.wait(0.1)
 
-    thread = threading.Thread(target=flap)
-    thread.start()
-    try:
+    with beside(flap):
         for _ in range(4):
             answer = siege.publish()
             time.sleep(1)
-    finally:
-        stop.set()
-        thread.join()
     siege.wait_for(answer)
 
 

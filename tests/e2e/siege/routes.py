@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.servers import PLAIN
+from tests.e2e.servers import PLAIN, beside
 from tests.e2e.siege.world import Siege, attack
 
 NETWORK = "HTTP port"
@@ -76,32 +76,20 @@ def giant_body(siege: Siege) -> None:
 @attack("flood of waiters", NETWORK, "bounded, versions continue")
 def waiters(siege: Siege) -> None:
     """200 clients hold /delta_sync/wait."""
-    stop = threading.Event()
 
-    def wait() -> None:
-        while not stop.is_set():
+    def wait(ended: threading.Event) -> None:
+        while not ended.is_set():
             try:
                 path = "/delta_sync/wait?version=99999999&timeout=5"
                 siege.seen.answers.append(httpx.get(siege.server.url + path, timeout=600, verify=PLAIN).status_code)
             except httpx.TransportError:
                 pass
-            stop.wait(0.5)
+            ended.wait(0.5)
 
-    threads = [threading.Thread(target=wait) for _ in range(200)]
-    for thread in threads:
-        thread.start()
-    try:
+    with beside(*[wait] * 200):
         # /wait is taken, so look at the status.
-        answer = siege.publish()
-        for _ in range(600):
-            if (siege.server.status()["served"] or {}).get("version") == answer["version"]:
-                break
-            stop.wait(0.1)
-        assert siege.server.status()["served"]["version"] == answer["version"]
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        version = siege.publish()["version"]
+        siege.server.wait_status(lambda status: (status["served"] or {}).get("version") == version, 60)
     siege.seen.answers = sorted(set(siege.seen.answers))
 
 

@@ -142,7 +142,7 @@ class Siege:
         )  # fmt: skip
         environment = {VARIABLE: self.canaries.token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
         log = self.folder / "server.log"
-        return self._server_stack.enter_context(serving(self.base, log, command, environment, cold=self._cold))
+        return self._server_stack.enter_context(serving(log, command, environment, cold=self._cold))
 
     def server_down(self) -> None:
         self._server_stack.close()
@@ -185,8 +185,7 @@ class Siege:
     def weights(self) -> tuple[int | None, dict[str, str]]:
         """The version served, and SHA-256 of every runtime parameter."""
         served = self.server.status()["served"]
-        found: dict[str, str] = self.server.post("/weight_checker", {"action": "checksum"}).json()["checksums"]
-        return (None if served is None else served["version"]), found
+        return (None if served is None else served["version"]), self.server.digests()
 
     def wait_for(self, answer: dict[str, Any], seconds: float = FRESH_SECONDS) -> None:
         """Until a published version is served, and is what was published."""

@@ -15,6 +15,8 @@ from tests.e2e.features import VERSIONS, expect_followed
 from tests.tools.gpu.report import Report
 
 SECONDS = 600
+MEMORY = {"gpu_memory_utilization": 0.3}
+"""Two engines live in one process, and a third model for a moment."""
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -45,24 +47,21 @@ def seen_by(module: str, root: Path, *arguments: str) -> dict[str, Any]:
     return seen
 
 
-def follow(root: Path, options: dict[str, Any], memory: dict[str, Any]) -> str:
-    expect_followed(seen_by("tests.e2e.features", root, json.dumps({**options, **memory})), options)
+def follow(root: Path, options: dict[str, Any]) -> str:
+    expect_followed(seen_by("tests.e2e.features", root, json.dumps({**options, **MEMORY})), options)
     return f"{VERSIONS} versions, weights, tokens and log-probs equal"
 
 
-def follow_adapters(root: Path, memory: dict[str, Any]) -> str:
-    seen = seen_by("tests.e2e.lora", root, "1", json.dumps({"sizes": SIZES, **memory}))
+def follow_adapters(root: Path) -> str:
+    seen = seen_by("tests.e2e.lora", root, "1", json.dumps({"sizes": SIZES, **MEMORY}))
     assert (seen["wrong"], seen["different"], seen["verdicts"]) == ([], True, [True, True])
     assert (seen["rolled back"], seen["other stayed"], seen["tried again"]) == (True, True, True)
     return f"{len(seen['served'])} versions of two adapters, tokens and log-probs equal"
 
 
-def check_engines(report: Report, root: Path, on_gpu: bool = True) -> None:
+def check_engines(report: Report, root: Path) -> None:
     """Make all checks of this module."""
-    # Two engines live in one process, and a third model for a moment.
-    memory = {"gpu_memory_utilization": 0.3} if on_gpu else {}
     root.mkdir()
     for number, (name, options) in enumerate(CASES.items()):
-        given = {option: value for option, value in options.items() if on_gpu or option != "enable_sleep_mode"}
-        report.check(f"LLM, {name}", partial(follow, root / str(number), given, memory))
-    report.check("LLM, adapters of two runs", partial(follow_adapters, root / "adapters", memory))
+        report.check(f"LLM, {name}", partial(follow, root / str(number), options))
+    report.check("LLM, adapters of two runs", partial(follow_adapters, root / "adapters"))

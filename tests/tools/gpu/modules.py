@@ -528,14 +528,13 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def busy_stream(device: torch.device, cycles: int = BUSY_CYCLES) -> Iterator[None]:
-    """Work on a stream of its own, which does not begin before the device has been busy for some cycles."""
+def busy_stream(device: torch.device) -> Iterator[None]:
+    """Work on a stream of its own, which does not begin before the device has been busy for ``BUSY_CYCLES``."""
     if device.type == "cpu":
         yield
         return
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        if cycles:
-            torch.cuda._sleep(cycles)
+        torch.cuda._sleep(BUSY_CYCLES)
         yield
 
 

@@ -63,7 +63,7 @@ class ServedTrial:
         command = [sys.executable, "-m", "vllm_delta_sync.cli", "serve", str(self.root / "v0"), *self.flags]
         command += ["--bucket", str(self.root / "run"), "--poll-seconds", "0.1"]
         log = self.root / "server.log"
-        self.server = stack.enter_context(serving(self.root / "v0", log, command, self.environment, cold=True))
+        self.server = stack.enter_context(serving(log, command, self.environment, cold=True))
         self.server.wait_served(0, SECONDS)
         captured = self.server.log_lines("Graph capturing finished")
         assert captured, "no CUDA graphs were captured"
@@ -173,7 +173,7 @@ class ServedTrial:
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *self.flags]
             command += ["--worker-extension-cls", WORKER_EXTENSION]
             log = self.root / f"fresh-{version}.log"
-            with serving(checkpoint, log, command, DEVELOPMENT, cold=True) as server:
+            with serving(log, command, DEVELOPMENT, cold=True) as server:
                 fresh = look(server)
             unequal += [f"{name} of version {version}" for name in fresh if fresh[name] != seen[name]]
             for ours, theirs in zip(seen["outputs"], fresh["outputs"], strict=True):

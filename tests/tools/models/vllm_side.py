@@ -1,6 +1,5 @@
 """A worker of vLLM's own in this process, as an engine would start it, but without one."""
 
-import copy
 import gc
 import os
 import tempfile
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.e2e.fresh import load_with
 from tests.tools.models.checkpoints import NotBuildableError, said
 
 ENVIRONMENT = {
@@ -115,20 +115,5 @@ def reproducible() -> None:
 
 def fresh_model(config: Any, folder: Path) -> Any:
     """Another model, loaded from a checkpoint by vLLM's own loader."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
-
-    other = copy.copy(config)
-    other.model_config = copy.copy(config.model_config)
-    other.model_config.model = str(folder)
-    # Layers enter themselves by name, and no name twice; the model that is there stays as it is.
-    layers = config.compilation_config.static_forward_context
-    held = dict(layers)
-    layers.clear()
     reproducible()
-    try:
-        with set_current_vllm_config(other):
-            return get_model(vllm_config=other)
-    finally:
-        layers.clear()
-        layers.update(held)
+    return load_with(config, folder)
