@@ -37,13 +37,7 @@ _COMMON = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def qwen3(tied: bool = True, **options: object) -> Qwen3ForCausalLM:

@@ -81,11 +81,7 @@ def compared(
 
 
 def collect_on_device(
-    spec: TensorSpec,
-    held: BaselineBuffer,
-    live: torch.Tensor,
-    log: ChangeLog,
-    kernels: Kernels | None = None,
+    spec: TensorSpec, held: BaselineBuffer, live: torch.Tensor, log: ChangeLog, kernels: Kernels | None = None
 ) -> Fingerprint:
     """What a publish does with one tensor on a device; by default host memory stands for it."""
     comparer = DeviceComparer(open_queue(live.device), TensorTable([spec]), kernels)

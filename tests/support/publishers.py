@@ -153,11 +153,7 @@ class Trainer:
 
     def __init__(self) -> None:
         torch.manual_seed(7)
-        self.live = {
-            "a": torch.randn(3000).bfloat16(),
-            "b": torch.randn(50, 40),
-            "c": torch.randn(2000).half(),
-        }
+        self.live = {"a": torch.randn(3000).bfloat16(), "b": torch.randn(50, 40), "c": torch.randn(2000).half()}
         self._steps = 0
 
     def step(self) -> None:

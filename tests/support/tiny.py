@@ -142,10 +142,10 @@ def make_model_like(model: PreTrainedModel) -> PreTrainedModel:
     return copy
 
 
-def train_steps(model: PreTrainedModel, lr: float = 1e-5, seed: int = 1):  # type: ignore[no-untyped-def]
+def train_steps(model: PreTrainedModel, lr: float):  # type: ignore[no-untyped-def]
     """Yield after each real AdamW step on random token sequences; endless."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     while True:
         tokens = torch.randint(3, VOCABULARY, (4, 24), generator=generator).to(model.device)
         loss = model(input_ids=tokens, labels=tokens).loss

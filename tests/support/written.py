@@ -8,16 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from tests.support.samples import (
-    CREATED,
-    RUN,
-    RunWriter,
-    changes_between,
-    nudge,
-    random_bits,
-    state_of,
-    whole_object,
-)
+from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of, whole_object
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
