@@ -86,11 +86,7 @@ def _enter(namespace: str, shared: str, own: str) -> None:
         for failed in (library.setns(network.fileno(), CLONE_NEWNET), library.unshare(CLONE_NEWNS)):
             if failed:
                 raise OSError(ctypes.get_errno(), "the second machine cannot be entered")
-    for mount in (
-        ["--make-rprivate", "/"],
-        ["-t", "tmpfs", "tmpfs", "/dev/shm"],
-        ["--bind", own, shared],
-    ):
+    for mount in (["--make-rprivate", "/"], ["-t", "tmpfs", "tmpfs", "/dev/shm"], ["--bind", own, shared]):
         subprocess.run(["mount", *mount], check=True)
 
 

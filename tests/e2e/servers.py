@@ -232,12 +232,7 @@ def eventually(reached: Callable[[], bool], what: str, seconds: float = 60) -> N
 
 @contextmanager
 def serving(
-    log: Path,
-    command: list[str],
-    environment: dict[str, str],
-    *,
-    cold: bool = False,
-    port: int | None = None,
+    log: Path, command: list[str], environment: dict[str, str], *, cold: bool = False, port: int | None = None
 ) -> Iterator[Server]:
     """Run a server command until the block ends; its whole process group is ended with it.
 

@@ -41,11 +41,7 @@ def test_a_server_starts_from_the_bucket_alone_and_follows(tmp_path: Path) -> No
         command = [program, "serve", "--bucket", url, "--poll-seconds", "0.2"]
         # As small as README says for machines like the one that runs the tests.
         command += ["--enforce-eager", "--max-model-len", "256"]
-        environment = {
-            "XDG_CACHE_HOME": str(home / "cache"),
-            "HOME": str(home),
-            "VLLM_SERVER_DEV_MODE": "1",
-        }
+        environment = {"XDG_CACHE_HOME": str(home / "cache"), "HOME": str(home), "VLLM_SERVER_DEV_MODE": "1"}
         with serving(root / "server.log", command, environment) as server:
             server.wait_served(1)
             assert server.status()["commits"] == 0, "version 1 was loaded, not patched in"

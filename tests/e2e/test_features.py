@@ -81,11 +81,7 @@ def test_experts_under_lora_hold_what_a_fresh_load_holds(tmp_path: Path) -> None
     ("environment", "flags", "words"),
     [
         ({}, ["--load-format", "dummy"], "--load-format is 'dummy'"),
-        (
-            {"VLLM_USE_RUST_FRONTEND": "1"},
-            [],
-            "VLLM_USE_RUST_FRONTEND is '1': vLLM's Rust API server loads no plugins",
-        ),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, [], "VLLM_USE_RUST_FRONTEND is '1': vLLM's Rust API server loads no plugins"),
         ({"DELTA_SYNC_LORA_NAME": "math"}, [], "'math' is to be served, and vLLM was started without --enable-lora"),
     ],
     ids=["dummy", "rust", "no lora"],

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.docs.test_docs import ROOT, SHARED, named, run_python, trainer_of_the_readme
 from tests.e2e.servers import Server, free_port, serving
+from tests.support.commands import delta_sync
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
 
@@ -84,7 +84,7 @@ def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
         assert server.wait_served(last)["served"]["version"] == last
         for line in lines("README.md", "operate"):
             words = shlex.split(line.replace(SHARED, shared).replace(URL, server.url), comments=True)
-            done = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=300, check=False)
-            assert (words[0], done.returncode) == ("delta-sync", 0), done.stderr
+            done = delta_sync(*words[1:])
+            assert (words[0], done.code) == ("delta-sync", 0), done
         assert server.wait_served(last)["served"]["version"] == last
     assert open_run(f"{shared}/second-run").manifest(0).base is not None

@@ -80,12 +80,7 @@ def check_answers(server: Server, version: int) -> None:
         "run": server.status()["run"],
         "spans": [{"index": index, "version": version, "start": 0, "end": 5} for index in range(4)],
     }
-    chat = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "fox"}],
-        "max_tokens": 4,
-        "ignore_eos": True,
-    }
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "fox"}], "max_tokens": 4, "ignore_eos": True}
     answer = server.post("/v1/chat/completions", chat)
     assert answer.json()["delta_sync"]["spans"] == [{"index": 0, "version": version, "start": 0, "end": 4}]
 

@@ -16,7 +16,7 @@ from tests.e2e.servers import Server, beside
 from tests.e2e.world import Follower
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
-TOKENS = 200
+TOKENS = 100
 LONG = {"model": "tiny", "n": 2, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
 STREAMS: dict[str, dict[str, Any]] = {
     "/v1/completions": {**LONG, "prompt": ["the quick", "fox"], "stream": True},
