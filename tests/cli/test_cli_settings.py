@@ -3,14 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli.test_cli_signing import KeyedRun
-from tests.golden.regenerate import DIRECTORY
 from tests.support.clouds import far_from_clouds
-from tests.support.commands import answer, process, refusal
+from tests.support.commands import answer, refusal
 from tests.support.publishers import Trainer
 from tests.support.signed_runs import Signed
 from tests.support.stores import s3_server
@@ -30,29 +28,13 @@ def toml(folder: Path, **values: object) -> dict[str, str]:
     return {"DELTA_SYNC_CONFIG": str(file)}
 
 
-def said(environment: dict[str, str], *arguments: str) -> Any:
-    """The data of a command in this environment."""
-    return answer(*arguments, code=0, **environment)
-
-
-def refused_by(environment: dict[str, str], *arguments: str, code: int) -> Any:
-    """The error of a command in this environment."""
-    return refusal(*arguments, code=code, **environment)
-
-
 # Arguments that no setting gives. {url}: the run, {folder}: where new files go.
 ON_A_RUN = (
     *("log", "inspect", "inspect --version 1", "verify", "verify --all", "export --to {folder}/export"),
     *("repair", "repair --dry-run", "gc --keep-last 1", "gc --keep-last 1 --dry-run", "tag list"),
     *("tag set best", "tag rm old", "branch --to {folder}/branch", "compact", "compact --dry-run"),
     *("doctor --bytes 0", "fleet list", "fleet wait --version 1 --replicas 0"),
-    *(
-        "follow --to {folder}/followed --once",
-        "du",
-        "diff 0 1",
-        "stats",
-        "report --to {folder}/report.html",
-    ),
+    *("follow --to {folder}/followed --once", "du", "diff 0 1", "stats", "report --to {folder}/report.html"),
 )
 OF_EVERY_KIND = (
     *("keygen {folder}/new.key", "serve model --dry-run"),
@@ -89,7 +71,7 @@ def test_what_the_file_does_not_trust_is_refused(world: KeyedRun) -> None:
     keys = {"trusted_keys": world.pub("root"), "signing_key": str(world.path("root"))}
     refusing = toml(world.folder, bucket=world.url, **keys)
     for command in ON_A_RUN:
-        assert refused_by(refusing, *arguments_of(command, world), code=1)["kind"] == "signature"
+        assert refusal(*arguments_of(command, world), code=1, **refusing)["kind"] == "signature"
     assert files(world.url) == before
     # A flag, and the environment, win over the file; nothing but the signature was wrong.
     environment = {
@@ -99,7 +81,7 @@ def test_what_the_file_does_not_trust_is_refused(world: KeyedRun) -> None:
         "DELTA_SYNC_SIGNING_KEY": str(world.path("stranger")),
     }
     for command in ON_A_RUN:
-        said(environment, *arguments_of(command, world))
+        answer(*arguments_of(command, world), code=0, **environment)
 
 
 def test_an_unsigned_run_is_refused_where_the_file_asks_for_signatures(world: KeyedRun, tmp_path: Path) -> None:
@@ -108,19 +90,19 @@ def test_an_unsigned_run_is_refused_where_the_file_asks_for_signatures(world: Ke
     plain.deltas(*["plain"] * 3)
     plain.tag("old", 2)
     environment = {**toml(world.folder, trusted_keys=world.pub("root")), "DELTA_SYNC_BUCKET": world.url}
-    for command in [case for case in ON_A_RUN if not case.startswith("keys add")]:
-        refused = refused_by(environment, *arguments_of(command, world), code=1)
+    for command in ON_A_RUN:
+        refused = refusal(*arguments_of(command, world), code=1, **environment)
         assert (refused["kind"], "not signed" in refused["message"]) == ("signature", True)
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(world: KeyedRun) -> None:
     file = toml(world.folder, bucket="/of-the-file", trusted_keys=world.pub("root"))
-    assert "of-the-file" in refused_by(file, "log", code=3)["message"]
+    assert "of-the-file" in refusal("log", code=3, **file)["message"]
     of_environment = {**file, "DELTA_SYNC_BUCKET": "/of-the-environment"}
-    assert "of-the-environment" in refused_by(of_environment, "log", code=3)["message"]
+    assert "of-the-environment" in refusal("log", code=3, **of_environment)["message"]
     trusting = {**of_environment, "DELTA_SYNC_TRUSTED_KEYS": world.pub("next")}
-    assert refused_by(trusting, "log", "--bucket", world.url, code=1)["kind"] == "signature"
-    found = said(trusting, "log", "--bucket", world.url, "--trusted-keys", world.pub("stranger"))
+    assert refusal("log", "--bucket", world.url, code=1, **trusting)["kind"] == "signature"
+    found = answer("log", "--bucket", world.url, "--trusted-keys", world.pub("stranger"), code=0, **trusting)
     assert found["versions"][-1]["signature_holds"] is True
 
 
@@ -128,10 +110,10 @@ def test_an_unknown_name_is_an_error_of_every_command(world: KeyedRun) -> None:
     known = {"DELTA_SYNC_BUCKET": world.url}
     misspelt = {**known, **toml(world.folder, trusted_key=world.pub("root"))}
     for command in OF_EVERY_KIND:
-        refused = refused_by(misspelt, *arguments_of(command, world), code=2)
+        refused = refusal(*arguments_of(command, world), code=2, **misspelt)
         assert refused["kind"] == "settings"
         assert all(word in refused["message"] for word in ("'trusted_key'", "settings.toml", "trusted_keys"))
-        refused = refused_by({**known, "DELTA_SYNC_TRUSTED_KEY": "x"}, *arguments_of(command, world), code=2)
+        refused = refusal(*arguments_of(command, world), code=2, **known, DELTA_SYNC_TRUSTED_KEY="x")
         assert "DELTA_SYNC_TRUSTED_KEY is not a setting" in refused["message"]
 
 
@@ -139,9 +121,9 @@ def test_an_unknown_name_is_an_error_of_every_command(world: KeyedRun) -> None:
 def test_a_key_that_is_named_by_nothing_is_no_leave_to_trust_anybody(name: str, world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url)
     refused = [
-        refused_by(file, "tag", "set", "best", "--" + name.replace("_", "-"), "", code=2),
-        refused_by({**file, "DELTA_SYNC_" + name.upper(): ""}, "tag", "set", "best", code=2),
-        refused_by(toml(world.folder, bucket=world.url, **{name: ""}), "tag", "set", "best", code=2),
+        refusal("tag", "set", "best", "--" + name.replace("_", "-"), "", code=2, **file),
+        refusal("tag", "set", "best", code=2, **{**file, "DELTA_SYNC_" + name.upper(): ""}),
+        refusal("tag", "set", "best", code=2, **toml(world.folder, bucket=world.url, **{name: ""})),
     ]
     for document in refused:
         assert (document["kind"], name in document["message"]) == ("settings", True)
@@ -149,19 +131,19 @@ def test_a_key_that_is_named_by_nothing_is_no_leave_to_trust_anybody(name: str, 
 
 def test_the_file_says_who_signs(world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url, signing_key=str(world.path("stranger")))
-    assert said(file, "tag", "set", "best", "--version", "2")["version"] == 2
+    assert answer("tag", "set", "best", "--version", "2", code=0, **file)["version"] == 2
     # A server has no business with that key.
-    refused = refused_by(file, "serve", "model", "--dry-run", code=2)
+    refused = refusal("serve", "model", "--dry-run", code=2, **file)
     for word in ("signing_key", str(world.folder / "settings.toml"), "trusted_keys"):
         assert word in refused["message"]
 
 
 def test_a_value_that_does_not_fit_is_an_error_that_says_where_it_is_from(world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url, store_deadline=-1)
-    message = refused_by(file, "verify", code=2)["message"]
+    message = refusal("verify", code=2, **file)["message"]
     assert "'store_deadline' is '-1'" in message
     assert str(world.folder / "settings.toml") in message
-    message = refused_by({**file, "DELTA_SYNC_STORE_DEADLINE": "soon"}, "verify", code=2)["message"]
+    message = refusal("verify", code=2, **file, DELTA_SYNC_STORE_DEADLINE="soon")["message"]
     assert "'store_deadline' is 'soon'" in message
     assert "DELTA_SYNC_STORE_DEADLINE" in message
 
@@ -221,16 +203,10 @@ def test_commands_talk_to_the_store_that_the_file_names(tmp_path: Path, monkeypa
     with open_bucket(url, StoreOptions(store_endpoint=server.endpoint)) as bucket:
         Signed(Keyring(), bucket).deltas("plain", "plain")
     file = toml(tmp_path, bucket=url, store_endpoint=server.endpoint, store_progress="off")
-    assert said(file, "log")["versions"][-1]["version"] == 2
-    assert said(file, "repair")["verdict"] is True
+    assert answer("log", code=0, **file)["versions"][-1]["version"] == 2
+    assert answer("repair", code=0, **file)["verdict"] is True
     set_all(monkeypatch, file)
     assert open_run(url).head().version == 2
-
-
-def test_a_process_of_its_own_reads_the_same_settings(tmp_path: Path) -> None:
-    done = process("verify", **toml(tmp_path, bucket=str(DIRECTORY), trusted_keys=str(tmp_path / "gone.pub")))
-    assert (done.code, done.out) == (2, "")
-    assert "gone.pub" in done.err
 
 
 # Loading
