@@ -236,10 +236,7 @@ def counted() -> Iterator[Counter[str]]:
         yield requests
 
 
-@pytest.mark.parametrize(
-    ("command", "first"),
-    [("du", 0), ("stats", 0), ("stats --last 3", 5)],
-)
+@pytest.mark.parametrize(("command", "first"), [("du", 0), ("stats", 0), ("stats --last 3", 5)])
 def test_each_manifest_is_read_once_and_no_object(written: Written, command: str, first: int) -> None:
     with counted() as requests:
         document = answer(*command.split(), "--bucket", written.folder)

@@ -165,10 +165,3 @@ def test_a_repair_that_is_only_tried_is_1_where_there_is_something_to_repair(wri
     assert code_of(written, "repair")[0] == 0
     code, document = code_of(written, "repair", "--dry-run")
     assert (code, document["verdict"], document["repaired"]) == (0, True, [])
-
-
-def test_a_damaged_run_is_1_for_doctor(written: Written) -> None:
-    written.lose(written.object_of(8))
-    doctor = ("doctor", "--bytes", "0", "--read-only")
-    assert kind(1, *doctor, "--bucket", written.folder) == "not_found"
-    assert delta_sync(*doctor, "--bucket", written.folder).code == 1

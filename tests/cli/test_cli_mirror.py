@@ -33,17 +33,8 @@ def test_it_serves_until_a_signal(
     chain = Chain(tmp_path)
     chain.grow()
     [ref] = chain.manifests[1].objects
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_delta_sync.cli",
-        "mirror",
-        "--bucket",
-        chain.url,
-        "--to",
-        str(tmp_path / "to"),
-    ]
-    command += ["--host", host, "--port", "0", "--json"]
+    command = [sys.executable, "-m", "vllm_delta_sync.cli", "mirror", "--bucket", chain.url, "--json"]
+    command += ["--to", str(tmp_path / "to"), "--host", host, "--port", "0"]
     with interruptible(), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None

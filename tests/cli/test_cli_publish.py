@@ -108,17 +108,8 @@ def test_a_folder_that_this_user_may_not_read(out: Path, run: Path) -> None:
         pytest.skip("setpriv does not work here")
     for mode in (0o300, 0o600):  # without its names; with nothing but its names
         folder.chmod(mode)
-        command = [
-            *plain,
-            sys.executable,
-            "-m",
-            "vllm_delta_sync.cli",
-            "publish",
-            "--from",
-            str(folder),
-            "--bucket",
-            str(run),
-        ]
+        command = [*plain, sys.executable, "-m", "vllm_delta_sync.cli", "publish"]
+        command += ["--from", str(folder), "--bucket", str(run)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         folder.chmod(0o700)
         assert done.returncode == 4, done.stderr
@@ -213,33 +204,23 @@ SIGNALS = [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIG
 
 
 @pytest.mark.parametrize(("ends", "code"), SIGNALS)
-def test_a_signal_ends_it_between_two_polls(ends: signal.Signals, code: int, out: Path, run: Path) -> None:
-    write_checkpoint(out / "checkpoint-1", weights(1))
-    with watching(out, run, "--json") as command:
-        assert command.stdout is not None
-        assert parsed(command.stdout.readline())["data"]["version"] == 0
-        write_checkpoint(out / "checkpoint-2", weights(2))
-        row = parsed(command.stdout.readline())["data"]
-        assert (row["version"], row["step"], row["outcome"]) == (1, 2, "published")
-        command.send_signal(ends)
-        rest = command.communicate(timeout=300)
-        assert (command.returncode, rest) == (code, ("", ""))
-    assert_versions(str(run), [weights(1), weights(2)])
-
-
-@pytest.mark.parametrize(("ends", "code"), SIGNALS)
-def test_the_last_checkpoint_is_published_before_it_ends(ends: signal.Signals, code: int, out: Path, run: Path) -> None:
+def test_a_signal_ends_it_once_the_last_checkpoint_is_published(
+    ends: signal.Signals, code: int, out: Path, run: Path
+) -> None:
     """It appears after the last poll: a trainer and this command get the signal at the same time."""
     write_checkpoint(out / "checkpoint-1", weights(1))
     with watching(out, run, "--json", "--poll", "1") as command:
         assert command.stdout is not None
         assert parsed(command.stdout.readline())["data"]["version"] == 0
         write_checkpoint(out / "checkpoint-2", weights(2))
+        row = parsed(command.stdout.readline())["data"]
+        assert (row["version"], row["step"], row["outcome"]) == (1, 2, "published")
+        write_checkpoint(out / "checkpoint-3", weights(3))
         command.send_signal(ends)
         rest, said = command.communicate(timeout=300)
         assert (command.returncode, said) == (code, "")
-        assert [parsed(line)["data"]["step"] for line in rest.splitlines()] == [2]
-    assert_versions(str(run), [weights(1), weights(2)])
+        assert [parsed(line)["data"]["step"] for line in rest.splitlines()] == [3]
+    assert_versions(str(run), [weights(1), weights(2), weights(3)])
 
 
 @pytest.mark.parametrize(

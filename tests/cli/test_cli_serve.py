@@ -118,10 +118,7 @@ def test_model_name_and_format_come_from_the_run(tmp_path: Path, serve: Command)
     command = serve("--bucket", url, "--port", "8000")
     folder = serve.home / "vllm-delta-sync" / "models" / run
     assert command[0] == str(folder)
-    assert command[3:] == [
-        *("--load-format", "delta_sync", "--served-model-name", "first-run"),
-        *("--port", "8000"),
-    ]
+    assert command[3:] == ["--load-format", "delta_sync", "--served-model-name", "first-run", "--port", "8000"]
     assert {path.name: path.read_text() for path in folder.iterdir()} == FILES
     # What was damaged meanwhile is written again.
     (folder / "config.json").write_text("{}")

@@ -135,16 +135,6 @@ def test_status_says_what_is_wrong_and_what_happens(site: Site, url: str, tmp_pa
     assert answer("sync", "--server", url)["servers"][0]["status"]["last_error"] is None
 
 
-def test_json_has_the_servers_own_document(site: Site, url: str) -> None:
-    shown("hold", "--server", url)  # otherwise a version may come between the two
-    own = site.client().get("/delta_sync/status").json()
-    (row,) = answer("status", "--server", url)["servers"]
-    found = row["status"]
-    assert row["server"] == url
-    assert found.keys() == own.keys()
-    assert (found["run"], found["served"], found["recent"]) == (own["run"], own["served"], own["recent"])
-
-
 def test_errors_of_the_server_keep_kind_and_exit_code(site: Site, url: str) -> None:
     to = ("--server", url)
     failed(delta_sync("rollback", *to, "--version", "999"), 3, "not_found", url, "999")
@@ -294,10 +284,7 @@ def test_what_a_server_says_is_harmless() -> None:
         "lag": {},
         "ready": {"reasons": [{"\x1b": 1}, 7]},
         "last_error": {"kind": "store", "message": "\x1b]0;x" + "y" * 9999},
-        "recent": [
-            3,
-            {"version": "1", "changed": None, "timings_ms": {"pause": "long", "fetch": 1.5, "route": 10**400}},
-        ],
+        "recent": [3, {"version": "1", "changed": None, "timings_ms": {"pause": "x", "fetch": 1.5, "route": 10**400}}],
         "ok": False,
         "error": {"kind": "of the server"},
     }
@@ -348,9 +335,8 @@ def test_a_version_is_named_as_everywhere(site: Site, url: str, tmp_path: Path) 
     for name, version in (("head", head), ("head~1", head - 1), ("tag:best", head - 2)):
         (row,) = answer("sync", "--server", url, "--version", name, *bucket)["servers"]
         assert row["status"]["served"]["version"] == version
-    assert "serves version " in shown(
-        "wait", "--server", url, "--version", "head~2", DELTA_SYNC_BUCKET=site.settings.bucket
-    )
+    waited = shown("wait", "--server", url, "--version", "head~2", DELTA_SYNC_BUCKET=site.settings.bucket)
+    assert "serves version " in waited
     assert kind(3, "rollback", "--server", url, "--version", "tag:worst", *bucket) == "not_found"
     assert kind(2, "rollback", "--server", url, "--version", "head") == "usage"  # no run is named
     other = Chain(tmp_path / "other")
