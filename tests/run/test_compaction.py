@@ -1,8 +1,6 @@
 """Merged deltas and anchors made from the bucket: what the versions do, bit for bit, when due, and nothing left."""
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from hashlib import sha256
@@ -15,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from tests.support.damage import TABLE as SMALL
+from tests.support.running import run_python
 from tests.support.store_faults import asked_of
 from tests.support.written import TABLE, Written, assert_bits, find_steps, reference_run, save_base
 from vllm_delta_sync.bucket.local import LocalBucket
@@ -50,7 +49,6 @@ from vllm_delta_sync.run.read_plan import GapError
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
-CREATED = "2026-01-02T03:04:05Z"
 CODECS: tuple[RelativeCodec, RelativeCodec] = ("plain", "tiled")
 T = TypeVar("T")
 
@@ -92,13 +90,8 @@ def test_a_merged_delta_does_what_its_versions_do(tmp_path: Path) -> None:
         merged_delta = make_merged_delta(run, first, last)
         assert merged_delta.digest == run.merged_delta(first, last).digest
         written.check(first, last)
-    assert [(step.start, step.end) for step in find_steps(run, 0, 20)] == [
-        (0, 16),
-        (16, 17),
-        (17, 18),
-        (18, 19),
-        (19, 20),
-    ]
+    found = [(step.start, step.end) for step in find_steps(run, 0, 20)]
+    assert found == [(0, 16), (16, 17), (17, 18), (18, 19), (19, 20)]
 
 
 def test_merged_deltas_are_made_of_merged_deltas_but_of_no_damaged_one(tmp_path: Path) -> None:
@@ -144,17 +137,12 @@ def test_several_objects(tmp_path: Path, codec: RelativeCodec, monkeypatch: pyte
     assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
 
 
-def test_several_ranks_and_nothing_changed(tmp_path: Path) -> None:
-    """Objects of several ranks hold different elements of one tensor."""
+def test_objects_of_several_ranks_with_different_elements_of_one_tensor(tmp_path: Path) -> None:
     written = make(tmp_path)
     for _ in range(4):
         written.publish_by_ranks(2)
-    for _ in range(4):
-        written.publish(share=0.0)
     assert len(make_merged_delta(written.run, 0, 4).objects) == 1
-    assert make_merged_delta(written.run, 4, 8).changed == 0
-    for first in (0, 4):
-        written.check(first, first + 4)
+    written.check(0, 4)
 
 
 def test_ranges_that_there_cannot_be(tmp_path: Path) -> None:
@@ -451,9 +439,7 @@ def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
     most = max(manifest.payload_bytes for manifest in written.writer.manifests[1:]) + 100
     copied = shutil.copytree(written.folder, tmp_path / "copied")
     arguments = [str(written.folder), str(most), str(scratch), str(copied)]
-    done = subprocess.run([sys.executable, "-c", SMALL_FILES, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "free space there" in done.stdout
+    assert "free space there" in run_python("-c", SMALL_FILES, *arguments).stdout
     assert not list(scratch.iterdir())
     assert not written.run.merged_deltas()
 
@@ -572,20 +558,13 @@ def test_a_milestone_gets_an_anchor(tmp_path: Path) -> None:
     written = make(tmp_path, 3)
     run = written.run
 
-    def tag(name: str, version: int, milestone: bool) -> None:
-        digest = written.writer.manifests[version].digest
-        made = side.Tag(
-            run=written.writer.run, name=name, version=version, manifest=digest, milestone=milestone, created_at=CREATED
-        )
-        written.bucket.put(side.tag_key(name), made.to_bytes())
-
-    tag("old", 1, milestone=False)
+    written.writer.tag("old", 1)
     written.bucket.put(side.tag_key("broken"), b"{")
     assert maintain(run, written.publish(share=0.001)) == merged_deltas((0, 4))
-    tag("best", 2, milestone=True)
+    written.writer.tag("best", 2, milestone=True)
     assert maintain(run, written.publish(share=0.001)) == [side.anchor_key(2)]
     assert maintain(run, written.publish(share=0.001)) == []
-    tag("best", 3, milestone=True)
+    written.writer.tag("best", 3, milestone=True)
     assert maintain(run, written.writer.manifests[-1]) == [side.anchor_key(3)]
     assert written.run.anchors() == [2, 3]
 
@@ -624,25 +603,11 @@ def test_compact_a_run(tmp_path: Path) -> None:
     merged_delta = sum(written.run.merged_delta(*pair).payload_bytes for pair in report.merged_deltas)
     assert report.bytes == merged_delta + written.run.anchor(37).payload_bytes
     again = compact(written.run, anchor=37)
-    assert (again.merged_deltas, again.present, again.bytes, again.anchor_present) == (
-        [],
-        len(report.merged_deltas),
-        0,
-        True,
-    )
+    assert (again.merged_deltas, again.present) == ([], len(report.merged_deltas))
+    assert (again.bytes, again.anchor_present) == (0, True)
     # A reader takes few steps from anywhere.
     assert len(find_steps(written.run, 0, 37)) == 4
     assert max(len(find_steps(written.run, held, 37)) for held in range(37)) <= 9
-
-
-def test_compact_skips_what_cannot_be_made(tmp_path: Path) -> None:
-    written = make(tmp_path, 16)
-    lost = written.object_of(6)
-    written.lose(lost)
-    report = compact(written.run)
-    assert report.merged_deltas == [(0, 4), (8, 12), (12, 16)]
-    assert [row[:2] for row in report.skipped] == [(4, 8), (0, 16)]
-    assert lost in report.skipped[0][2]
 
 
 def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
@@ -653,17 +618,3 @@ def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
         compact(run, anchor=1)
     assert compact(run, tmp_path / "base", anchor=1).anchor == 1
     assert restore(run, run.manifest(1)).plan.root.anchor is not None
-
-
-def test_compact_with_another_base_makes_what_does_not_need_it(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", start="checkpoint")
-    written.deltas(*["tiled"] * 4, *["plain"] * 4)
-    other = save_base(tmp_path / "other", written.writer.bits[1], TABLE).parent
-    report = compact(written.run, other)
-    assert (report.merged_deltas, report.damaged) == ([(4, 8)], False)
-    assert isinstance(report.base_error, BaseUnavailableError)
-    ((first, last, reason),) = report.skipped
-    assert (first, last) == (0, 4)
-    assert f"{str(other)!r} is not the one that the run started from" in reason
-    again = compact(written.run, tmp_path / "checkpoint")
-    assert (again.merged_deltas, again.base_error) == ([(0, 4)], None)

@@ -7,7 +7,6 @@ import os
 import pty
 import shutil
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -23,6 +22,8 @@ from tests.support.commands import answer, delta_sync, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
 from tests.support.marked import REASON, MarkedChain
 from tests.support.publishers import Hooked
+from tests.support.publishing import assert_same
+from tests.support.running import run_python
 from tests.support.samples import every_dtype_table
 from tests.support.sidecars import spoil
 from tests.support.signed import Keys
@@ -440,11 +441,7 @@ def test_transformers_loads_it_and_says_the_same(published: Published, tmp_path:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
         assert loaded.dtype == torch.float32
-        state = loaded.state_dict()
-        assert state.keys() == states[version].keys()
-        assert all(
-            torch.equal(state[name].view(torch.int32), states[version][name].view(torch.int32)) for name in state
-        )
+        assert_same(loaded.state_dict(), states[version])
         assert loaded.generation_config.max_new_tokens == 9
         greedy = [each.generate(prompt, do_sample=False, pad_token_id=2)[0].tolist() for each in (loaded, model)]
         assert greedy[0] == greedy[1]
@@ -620,14 +617,7 @@ def test_memory_is_that_of_a_tensor_not_of_the_model(large: str, tmp_path: Path,
     out, most = tmp_path / "out", MOST_ANONYMOUS + (40 * 1024 * 1024 if way == "follow" else 0)
     assert open_run(large).table.full_bytes > 1.5 * most
     for version in (1, 2):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.exporting", large, str(out), str(version), way],
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
-        taken = json.loads(done.stdout)
+        taken = json.loads(run_python("-m", "tests.support.exporting", large, str(out), str(version), way).stdout)
         assert taken["version"] == version
         assert taken["anonymous"] < most
     shutil.rmtree(out)
@@ -720,9 +710,8 @@ def test_progress_is_shown_on_a_terminal_and_removed(
     thread.start()
     with open(writer, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        assert (
-            cli.run(["export", "--bucket", chain.url, "--to", str(tmp_path / "out"), "--version", "4", "--json"]) == 0
-        )
+        arguments = ["--bucket", chain.url, "--to", str(tmp_path / "out"), "--version", "4"]
+        assert cli.run(["export", *arguments, "--json"]) == 0
     thread.join()
     os.close(reader)
     drawn = shown.getvalue().decode().split("\r")

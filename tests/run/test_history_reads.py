@@ -19,9 +19,8 @@ from tests.support.publishers import Hooked
 from tests.support.signed_runs import PUBLISHER, ROOT, Signed
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
-from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.cli.log import log_document
@@ -54,36 +53,28 @@ HEAD = 3
 # Prefetching
 
 
-class Far(BucketMiddleware):
-    """A store that answers the first ``together`` reads only once all of them have been asked for."""
+class Far(Hooked):
+    """A store that is far away by its URL, and the keys that are read from it."""
 
-    def __init__(self, inner: Bucket) -> None:
-        super().__init__(inner)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.url = "s3://far/run"
         self.asked: list[str] = []
-        self._barrier: threading.Barrier | None = None
-        self._left = 0
-        self._lock = threading.Lock()
-
-    def answer_together(self, reads: int) -> None:
-        self._barrier, self._left = threading.Barrier(reads), reads
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        with self._lock:
-            self.asked.append(key)
-            waits, self._left = self._left > 0, self._left - 1
-        if waits and self._barrier is not None:
-            self._barrier.wait(PATIENCE_SECONDS)
-        return super().get(key, max_bytes=max_bytes)
+        self.reading = self.asked.append
 
 
 def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     chain.grow()
-    bucket = Far(chain.bucket)
+    bucket, together = Far(chain.folder), threading.Barrier(5)
     run = RunReader(bucket)
     bucket.asked.clear()
-    bucket.answer_together(5)
+
+    def read(key: str) -> None:
+        bucket.asked.append(key)
+        together.wait(PATIENCE_SECONDS)
+
+    bucket.reading = read
     with run.prefetching(0, expected=1):
         assert run.is_current()
         assert run.head().version == 1
@@ -94,7 +85,7 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
 def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     chain.grow()
-    bucket = Far(chain.bucket)
+    bucket = Far(chain.folder)
     run, behind = RunReader(bucket), bucket.get(HEAD_KEY)
     chain.grow(2)
     chain.bucket.put(HEAD_KEY, behind)
@@ -110,7 +101,7 @@ def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path
 
 def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
-    bucket = Far(chain.bucket)
+    bucket = Far(chain.folder)
     run = RunReader(bucket)
     asked = threading.Event()
     with run.prefetching(0, expected=1):

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.support.running import run_python
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.process_folders import PREFIX, ProcessFolder, hold_folder, remove_abandoned
 
@@ -233,15 +234,7 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
     linked = tmp_path / f"{PREFIX}linked-lock"
     linked.mkdir()
     (linked / "lock").symlink_to(outside / "lock")
-    held = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from vllm_delta_sync.process_folders import *; remove_abandoned(Path({str(tmp_path)!r}))",
-        ],
-        check=False,
-    )
-    assert held.returncode == 0
+    run_python("-c", f"from vllm_delta_sync.process_folders import *; remove_abandoned(Path({str(tmp_path)!r}))")
     names = {"link", "file", "without-lock", "linked-lock", mine.path.parent.name.removeprefix(PREFIX)}
     expected = {f"{PREFIX}{name}" for name in names} | {"outside", "other-prefix"}
     assert {path.name for path in tmp_path.iterdir()} == expected

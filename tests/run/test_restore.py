@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.damage import TABLE
+from tests.support.damage import TABLE, Whole
 from tests.support.samples import state_of
-from tests.support.written import Written, assert_bits, find_steps
+from tests.support.written import assert_bits, find_steps
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -31,21 +31,21 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Written:
-    made = Written(tmp_path / "run", table=TABLE)
+def tree() -> Whole:
+    made = Whole()
     made.deltas(*["plain"] * 9)
     made.merged_deltas()
     return made
 
 
-def expect(run: Run, tree: Written, version: int | str | None, right: int) -> None:
+def expect(run: Run, tree: Whole, version: int | str | None, right: int) -> None:
     held = dict(run.tensors(version))
     assert list(held) == [spec.name for spec in TABLE]
     for tensor, spec in enumerate(TABLE):
         assert np.array_equal(bits_of(held[spec.name]), tree.writer.bits[right][tensor])
 
 
-def test_any_version_by_number_tag_or_head(tree: Written) -> None:
+def test_any_version_by_number_tag_or_head(tree: Whole) -> None:
     for version in range(10):
         expect(tree.run, tree, version, version)
     tree.tag("best", 6)
@@ -63,14 +63,14 @@ def test_any_version_by_number_tag_or_head(tree: Written) -> None:
         tree.run.snapshot("tag:best")
 
 
-def test_only_some_tensors(tree: Written) -> None:
+def test_only_some_tensors(tree: Whole) -> None:
     assert [name for name, _ in tree.run.tensors(3, names=["c", "a"])] == ["a", "c"]
     with pytest.raises(TensorMismatchError, match="'d'"):
         list(tree.run.tensors(3, names=["d"]))
 
 
 def test_large_models_lie_in_a_file_without_a_name(
-    tree: Written, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tree: Whole, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for bound in ("restore.IN_MEMORY_BYTES", "restore.DECODED_ELEMENTS", "objects.MAPPED_BYTES"):
         monkeypatch.setattr(f"vllm_delta_sync.run.{bound}", 0)
@@ -93,7 +93,7 @@ def test_large_models_lie_in_a_file_without_a_name(
     assert list(folder.iterdir()) == []
 
 
-def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
+def test_damaged_merged_delta_or_delta_is_avoided(tree: Whole) -> None:
     tree.flip(tree.run.merged_delta(0, 4).objects[0].key)
     expect(tree.run, tree, 9, 9)
     tree.flip(tree.object_of(2))
@@ -111,7 +111,7 @@ def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
         tree.run.snapshot(9)
 
 
-def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> None:
+def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Whole) -> None:
     run = tree.run
     for held, target, field in ((8, 9, "fingerprint"), (0, 4, "first_fingerprint"), (0, 4, "last_fingerprint")):
         [step] = find_steps(run, held, target)
@@ -123,14 +123,14 @@ def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> 
             assert_bits(state, tree.writer.bits[held])
 
 
-def empty_state(tree: Written, change: Callable[[State], object] = lambda state: None) -> State:
+def empty_state(tree: Whole, change: Callable[[State], object] = lambda state: None) -> State:
     blank = [np.zeros_like(bits) for bits in tree.writer.bits[0]]
     state = {spec.name: tensor_from_bits(bits, spec) for spec, bits in zip(TABLE, blank, strict=True)}
     change(state)
     return state
 
 
-def test_state_dict_is_filled_in_place(tree: Written) -> None:
+def test_state_dict_is_filled_in_place(tree: Whole) -> None:
     state = empty_state(tree)
     places = {name: tensor.data_ptr() for name, tensor in state.items()}
     tree.run.load_into(state, 5)
@@ -139,7 +139,7 @@ def test_state_dict_is_filled_in_place(tree: Written) -> None:
         assert state[spec.name].data_ptr() == places[spec.name]
 
 
-def test_model_with_masters_and_a_tied_name_is_filled(tree: Written) -> None:
+def test_model_with_masters_and_a_tied_name_is_filled(tree: Whole) -> None:
     model = torch.nn.Module()
     tied = torch.nn.Parameter(torch.zeros(40, 3))
     model.a = tied
@@ -153,7 +153,7 @@ def test_model_with_masters_and_a_tied_name_is_filled(tree: Written) -> None:
     assert model.a is model.tied is tied
 
 
-def test_target_that_does_not_fit_is_left_alone(tree: Written) -> None:
+def test_target_that_does_not_fit_is_left_alone(tree: Whole) -> None:
     changes: dict[str, Callable[[State], object]] = {
         "'b'": lambda state: state.pop("b"),
         "'extra'": lambda state: state.update(extra=torch.zeros(3)),

@@ -27,7 +27,7 @@ from vllm_delta_sync.format.manifest import VERSIONS_PREFIX, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.checks import delta_context
 
-LONG = 2000
+LONG = 500
 
 
 def reader(folder: Path, **options: Any) -> PageReader:

@@ -1,9 +1,6 @@
 """A run followed as slime's folders: each appears whole, and readers of that format have the run's bits."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from tests.support.chains import Chain
 from tests.support.commands import answer, kind, shown
 from tests.support.exporting import expected
 from tests.support.marked import MarkedChain
+from tests.support.running import run_python
 from tests.support.slime_folders import deltas, folder_of, index_of, rebuilt, versions
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.written import Written
@@ -187,14 +185,7 @@ def test_a_version_that_the_gate_refused_is_never_offered(tmp_path: Path, out: P
 
 def test_modelexpress_follows(tmp_path: Path) -> None:
     """The receiver of modelexpress, from PyPI, over S3: from the beginning, and each time as a new one."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.slime_reader", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": f"{READERS}:{os.getcwd()}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "tests.tools.slime_reader", str(tmp_path), environment={"PYTHONPATH": str(READERS)})
     assert json.loads(done.stdout) == {"reader": "modelexpress", "deltas": 9, "whole": 15, "looks": 48}
 
 
@@ -256,12 +247,10 @@ def test_a_run_with_a_draft_of_its_own_is_refused(tmp_path: Path, out: Path) -> 
 
 def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
     arguments = ("follow", "--bucket", chain.url, "--to", out, "--format", "slime", "--once", "--on-update")
-    script = tmp_path / "pull.sh"
-    script.write_text('#!/bin/sh\necho "$DELTA_SYNC_VERSION $DELTA_SYNC_FOLDER" >> "$1"\n')
-    script.chmod(0o755)
-    assert shown(*arguments, f"{script} {tmp_path}/log").startswith("version 0 (step 0) in ")
+    note = f"sh -c 'echo $DELTA_SYNC_VERSION $DELTA_SYNC_FOLDER >> {tmp_path}/log'"
+    assert shown(*arguments, note).startswith("version 0 (step 0) in ")
     chain.grow(2)
-    document = answer(*arguments, f"{script} {tmp_path}/log")
+    document = answer(*arguments, note)
     assert [update["version"] for update in document["versions"]] == [2], "one, after those between"
     assert (tmp_path / "log").read_text().splitlines() == [f"{v} {folder_of(out, v)}" for v in (0, 2)]
     assert rebuilt(out, 2) == expected(chain.table, chain.bits[2])

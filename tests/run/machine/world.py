@@ -19,14 +19,7 @@ import pytest
 import torch
 
 from tests.run.machine.store import Clock, Death, Fault, Place, Process, Session
-from tests.run.machine.tensors import (
-    ServedModel,
-    copy_bits,
-    equal,
-    fingerprint,
-    gather,
-    tensors_of,
-)
+from tests.run.machine.tensors import ServedModel, copy_bits, equal, fingerprint, gather, tensors_of
 from tests.support.modules import ModulePort
 from trainer_side import Publisher
 from trainer_side.maintenance import BackgroundMaintenance
