@@ -220,6 +220,9 @@ def test_repair(path: Path, tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in path.rglob("*.*") if file.is_file()} == damaged
     assert "ok, repaired" in shown("repair", "--bucket", path, "--mirror", mirror.as_uri())
     assert answer("verify", "--bucket", path)["verdict"] is True
+    for file in mirror.rglob("*"):
+        if file.is_file() and "~staging" not in file.parts:
+            assert (path / file.relative_to(mirror)).read_bytes() == file.read_bytes()
     # A run that cannot even be opened.
     (path / "tensors.json").unlink()
     assert kind(3, "repair", "--bucket", path) == "not_found"

@@ -19,7 +19,14 @@ from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, FingerprintError, FormatError, NotFoundError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FingerprintError,
+    FormatError,
+    NotFoundError,
+)
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
@@ -308,6 +315,14 @@ def test_a_version_that_is_kept_has_to_be_reachable() -> None:
         verify_run(whole.run)
     report = all_of(whole)
     assert ([finding.version for finding in report.findings], report.unreadable) == ([3], [3, 4, 5, 6])
+
+
+def test_what_is_absent_is_listed_also_where_other_documents_lead_to_the_version(whole: Whole) -> None:
+    whole.bucket.delete(whole.object_of(4))
+    report = all_of(whole)
+    assert ([finding.key for finding in report.findings], report.unreadable) == ([whole.object_of(4)], [])
+    whole.retire((4, 4))
+    assert (all_of(whole).findings, all_of(whole).gone) == ([], 1)
 
 
 def test_objects_that_a_collection_removes_meanwhile(whole: Whole) -> None:

@@ -30,10 +30,11 @@ class World:
         ranks: int = 1,
         url: str | None = None,
         notice: str | None = None,
+        tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.url = url or str(root / "run")
         self.with_base = with_base
-        self.tensors = checkpoint_tensors()
+        self.tensors = checkpoint_tensors() if tensors is None else tensors
         base = save_base(root / "base", self.tensors) if with_base else None
         # No merged deltas: how many versions a commit takes must not be a matter of time.
         self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, merge=False)  # type: ignore[arg-type]
@@ -48,9 +49,9 @@ class World:
         self.made.remove(self)
         self.publisher.close(finish=False)
 
-    def fresh(self) -> list[ShardedModel]:
+    def fresh(self) -> list[Any]:
         """Models with the trainer's tensors as they are now, loaded by their own loaders."""
-        models = [ShardedModel(rank, self.ranks) for rank in range(self.ranks)]
+        models: list[Any] = [ShardedModel(rank, self.ranks) for rank in range(self.ranks)]
         for model in models:
             model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in self.tensors.items())
         return models
