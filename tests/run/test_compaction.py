@@ -137,12 +137,17 @@ def test_several_objects(tmp_path: Path, codec: RelativeCodec, monkeypatch: pyte
     assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
 
 
-def test_objects_of_several_ranks_with_different_elements_of_one_tensor(tmp_path: Path) -> None:
+def test_several_ranks_and_nothing_changed(tmp_path: Path) -> None:
+    """Objects of several ranks hold different elements of one tensor."""
     written = make(tmp_path)
     for _ in range(4):
         written.publish_by_ranks(2)
+    for _ in range(4):
+        written.publish(share=0.0)
     assert len(make_merged_delta(written.run, 0, 4).objects) == 1
-    written.check(0, 4)
+    assert make_merged_delta(written.run, 4, 8).changed == 0
+    for first in (0, 4):
+        written.check(first, first + 4)
 
 
 def test_ranges_that_there_cannot_be(tmp_path: Path) -> None:
@@ -610,6 +615,16 @@ def test_compact_a_run(tmp_path: Path) -> None:
     assert max(len(find_steps(written.run, held, 37)) for held in range(37)) <= 9
 
 
+def test_compact_skips_what_cannot_be_made(tmp_path: Path) -> None:
+    written = make(tmp_path, 16)
+    lost = written.object_of(6)
+    written.lose(lost)
+    report = compact(written.run)
+    assert report.merged_deltas == [(0, 4), (8, 12), (12, 16)]
+    assert [row[:2] for row in report.skipped] == [(4, 8), (0, 16)]
+    assert lost in report.skipped[0][2]
+
+
 def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
     run: Run
     run, bits = reference_run(tmp_path / "run", "/nowhere")
@@ -618,3 +633,17 @@ def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
         compact(run, anchor=1)
     assert compact(run, tmp_path / "base", anchor=1).anchor == 1
     assert restore(run, run.manifest(1)).plan.root.anchor is not None
+
+
+def test_compact_with_another_base_makes_what_does_not_need_it(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", start="checkpoint")
+    written.deltas(*["tiled"] * 4, *["plain"] * 4)
+    other = save_base(tmp_path / "other", written.writer.bits[1], TABLE).parent
+    report = compact(written.run, other)
+    assert (report.merged_deltas, report.damaged) == ([(4, 8)], False)
+    assert isinstance(report.base_error, BaseUnavailableError)
+    ((first, last, reason),) = report.skipped
+    assert (first, last) == (0, 4)
+    assert f"{str(other)!r} is not the one that the run started from" in reason
+    again = compact(written.run, tmp_path / "checkpoint")
+    assert (again.merged_deltas, again.base_error) == ([(0, 4)], None)
