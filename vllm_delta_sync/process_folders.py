@@ -42,8 +42,8 @@ class ProcessFolder:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
+        directory = temporary_directory(parent)
         try:
-            directory = Path(tempfile.gettempdir() if parent is None else parent)
             remove_abandoned(directory)
             while True:
                 self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
@@ -72,6 +72,16 @@ class ProcessFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def temporary_directory(parent: str | Path | None = None) -> Path:
+    """Return ``parent``, or without one the system's temporary directory. Raises StoreError: none can be written."""
+    try:
+        return Path(tempfile.gettempdir() if parent is None else parent)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"no temporary directory can be written: {error.strerror}; free space there, or set TMPDIR to another"
+        ) from error
 
 
 def hold_folder(path: Path) -> int:

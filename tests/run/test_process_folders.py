@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import pytest
 from tests.support.running import run_python
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.process_folders import PREFIX, ProcessFolder, hold_folder, remove_abandoned
+from vllm_delta_sync.run.objects import scratch_folder
+from vllm_delta_sync.run.restore import scratch_file
 
 SECONDS = 120
 OWNERS = {
@@ -324,3 +326,17 @@ def test_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(
     remedy = "set TMPDIR" if parent is None else "name another folder"
     with pytest.raises(StoreError, match=rf"no temporary folder can be made: .*nowhere.*{remedy}"):
         ProcessFolder(None if parent is None else tmp_path / parent)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [ProcessFolder, lambda: scratch_file(1), lambda: scratch_folder(None, "a test", 0).__enter__()],
+    ids=["folder", "file", "scratch folder"],
+)
+def test_where_no_temporary_directory_can_be_written_the_error_says_what_to_do(
+    use: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
+    with pytest.raises(StoreError, match=r"no temporary directory can be written: .*nowhere.*set TMPDIR"):
+        use()

@@ -263,13 +263,23 @@ def test_a_baseline_that_cannot_be_reverted_is_restored_from_the_bucket(bucket: 
 
 
 @pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("folder", ["none", None], ids=["it is gone", "there is none"])
 def test_without_a_disk_versions_are_encoded_in_memory(
-    bucket: Hooked, trainer: Trainer, files: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bucket: Hooked,
+    trainer: Trainer,
+    files: list[Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    folder: str | None,
 ) -> None:
+    nowhere = str(tmp_path / "none")
     trainer.live["wide"] = torch.randn(200, 1000).bfloat16()
     history = [trainer.copy()]
     with Publisher(trainer.live, bucket) as publisher:
-        with mock.patch("tempfile.tempdir", str(tmp_path / "none")):
+        with (
+            mock.patch("tempfile.tempdir", folder and nowhere),
+            mock.patch("tempfile._candidate_tempdir_list", return_value=[nowhere]),
+        ):
             trainer.live["wide"] += 1
             publisher.publish(1, wait=True)
             publisher.flush()

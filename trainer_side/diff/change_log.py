@@ -62,7 +62,7 @@ class ChangeSpool:
                 logger.warning(
                     "the changes of a version stay in memory, more than %s bytes: %s cannot be written (%s); free "
                     "space there, or set TMPDIR to a folder on a disk",
-                    f"{self._limit:,}", tempfile.gettempdir(), error.strerror,
+                    f"{self._limit:,}", tempfile.tempdir or "the temporary directory", error.strerror,
                 )  # fmt: skip
             self._failed = True
             return

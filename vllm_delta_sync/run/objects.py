@@ -5,7 +5,6 @@
 
 import hashlib
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned
+from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned, temporary_directory
 from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.read_plan import Step
@@ -147,7 +146,7 @@ def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iter
     Raises:
         StoreError: it cannot be made, or there is less room than needed.
     """
-    directory = Path(tempfile.gettempdir() if parent is None else parent)
+    directory = temporary_directory(parent)
     remedy = "set TMPDIR to a folder" if parent is None else "name another folder"
     try:
         remove_abandoned(directory)

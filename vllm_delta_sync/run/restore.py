@@ -36,6 +36,7 @@ from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.process_folders import temporary_directory
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, read_shard
 from vllm_delta_sync.run.decode import decode_objects
@@ -469,7 +470,7 @@ def scratch_file(size: int, folder: str | Path | None = None) -> np.ndarray:
     Raises:
         StoreError: there is no room for it.
     """
-    directory = tempfile.gettempdir() if folder is None else str(folder)
+    directory = temporary_directory(folder)
     try:
         with tempfile.TemporaryFile(prefix="delta-sync-", dir=directory) as file:
             # Space is reserved now: a page that cannot be written later would kill the process (SIGBUS).

@@ -13,7 +13,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from vllm_delta_sync.engine.follow.service import MOVING, ReceiverService
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, error_kinds
-from vllm_delta_sync.process_folders import PREFIX, hold_folder, remove_abandoned
+from vllm_delta_sync.process_folders import PREFIX, hold_folder, remove_abandoned, temporary_directory
 
 LONGEST_SOCKET_PATH = 100
 """Longest address of a local socket in bytes, with a margin."""
@@ -66,7 +65,8 @@ def find_api_server_group(client: Any) -> ApiServerGroup | None:
     """Return the group of the API server with this engine client; None if it is the only one.
 
     Raises:
-        EngineError: there is no safe folder to meet in, or its name cannot be determined.
+        EngineError: there is no safe folder to meet in, or its name cannot be determined. StoreError: as
+            ``temporary_directory``.
     """
     count = int(getattr(client.engine_core, "client_count", 1))
     if count == 1:
@@ -77,7 +77,7 @@ def find_api_server_group(client: Any) -> ApiServerGroup | None:
             f"--api-server-count is {count}, and this process has no parent that started the others, so two receivers "
             "would conflict; use 1"
         )
-    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{os.geteuid()}-{_name_process(parent.pid)}"
+    folder = temporary_directory() / f"{PREFIX}{os.geteuid()}-{_name_process(parent.pid)}"
     found = ApiServerGroup(folder, int(client.engine_core.client_index), count)
     if len(str(found.socket)) > LONGEST_SOCKET_PATH:
         raise EngineError(f"{str(found.socket)!r} is too long for a socket's address; set TMPDIR to a shorter one")
