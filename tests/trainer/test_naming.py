@@ -102,7 +102,10 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
     adapted = qwen3()
     adapted.peft_config = {"default": object()}
     lazy = nn.LazyLinear(3)
+    offloaded = torch.randn(2, 2)
+    offloaded.untyped_storage().resize_(0)
     return {
+        "offloaded": ([("w", offloaded)], ModelError, "'w' has no memory"),
         "meta": ([("w", weight.to("meta"))], ModelError, "'w' is on the meta device and has no data"),
         "meta module": (nn.Linear(2, 2, device="meta"), ModelError, "'weight' is on the meta device and has no data"),
         "sparse": ([("w", weight.to_sparse())], ModelError, "'w' is not dense"),

@@ -111,6 +111,12 @@ def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     if plain.layout != torch.strided or plain.is_quantized:
         raise ModelError(f"tensor {name!r} is not dense ({plain.layout}, quantized: {plain.is_quantized}); convert it")
+    if plain.numel() and not plain.untyped_storage().nbytes():
+        # Reading it would end the process.
+        raise ModelError(
+            f"tensor {name!r} has no memory: its storage was freed, as trainers do to offload weights; bring them back "
+            "before publishing"
+        )
     return plain
 
 
