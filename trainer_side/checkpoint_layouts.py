@@ -239,7 +239,8 @@ def _folders(root: Path) -> Iterator[_SearchedFolder]:
     while waiting:
         folder = waiting.pop()
         try:
-            entries = sorted(os.scandir(folder.path), key=lambda entry: entry.name, reverse=True)
+            found = sorted(os.scandir(folder.path), key=lambda entry: entry.name, reverse=True)
+            entries = [entry for entry in found if not _leads_nowhere(entry)]
             for entry in entries:
                 if entry.is_file():
                     folder.files[entry.name] = FileState.of(entry.stat())
@@ -271,6 +272,17 @@ def _folders(root: Path) -> Iterator[_SearchedFolder]:
                     "by its name it holds another model than the policy; publish it with --from if it does not"
                 )
                 yield below
+
+
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a symbolic link that cannot be followed; one to weights is reported instead."""
+    if not entry.is_symlink() or entry.name in (SINGLE_NAME, INDEX_NAME):
+        return False
+    try:
+        entry.stat()
+    except OSError:
+        return True
+    return False
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -194,3 +194,18 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
     (tmp_path / "out" / "link").symlink_to(outside)
     names = [found.name for found in find_checkpoints(tmp_path / "out")]
     assert names == ["link/checkpoint-5", "link/checkpoint-6"]
+
+
+def test_links_that_cannot_be_followed_hide_nothing(tmp_path: Path) -> None:
+    """Only one to weights is reported."""
+    for name in ("step_1", "runs/step_2"):
+        write_checkpoint(tmp_path / name, weights(1))
+    (tmp_path / "step_3").mkdir()
+    for folder, name in (
+        (".", "latest"), ("runs", "latest"), ("step_1", "merges.txt"), ("step_3", "model.safetensors")
+    ):  # fmt: skip
+        (tmp_path / folder / name).symlink_to(name)  # leads to itself
+    found = {each.name: each.reason for each in find_checkpoints(tmp_path)}
+    assert found.keys() == {"step_1", "runs/step_2", "step_3"}
+    assert [found["step_1"], found["runs/step_2"]] == ["", ""]
+    assert "cannot be read: Too many levels of symbolic links" in found["step_3"]
