@@ -10,6 +10,7 @@ Trainers name a folder for each step and put the weights in it, or some folders 
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -243,7 +244,8 @@ def _folders(root: Path) -> Iterator[_SearchedFolder]:
             entries = [entry for entry in found if not _leads_nowhere(entry)]
             for entry in entries:
                 if entry.is_file():
-                    folder.files[entry.name] = FileState.of(entry.stat())
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        folder.files[entry.name] = FileState.of(entry.stat())
         except (FileNotFoundError, NotADirectoryError):
             if not folder.parts:
                 raise

@@ -3,6 +3,7 @@
 The layouts are those that the trainers' code and documents describe.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,19 @@ def test_links_that_cannot_be_followed_hide_nothing(tmp_path: Path) -> None:
     assert found.keys() == {"step_1", "runs/step_2", "step_3"}
     assert [found["step_1"], found["runs/step_2"]] == ["", ""]
     assert "cannot be read: Too many levels of symbolic links" in found["step_3"]
+
+
+def test_files_that_are_deleted_while_a_folder_is_searched_hide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "step_1", weights(1))
+    scandir = os.scandir
+
+    def delete_after(path: Path) -> list[os.DirEntry[str]]:
+        entries = [*scandir(path)]
+        (path / "log.tmp").unlink()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", delete_after)
+    touch(tmp_path, "log.tmp", "step_1/log.tmp")
+    assert [(found.name, found.reason) for found in find_checkpoints(tmp_path)] == [("step_1", "")]
