@@ -120,6 +120,8 @@ class CheckpointFolder:
             checkpoint = Checkpoint(self.path)
         except TruncatedFileError as error:
             raise self._incomplete(error.message) from error
+        if checkpoint.files.keys() != self._states.keys():
+            raise self._incomplete("its index was changed while it was read")
         self._entries = {
             name: sorted(container.entries.items(), key=lambda item: item[1].start)
             for name, container in checkpoint.files.items()

@@ -41,7 +41,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UsageError,
 )
-from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
+from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 
 POLL = 0.05
 
@@ -288,6 +288,18 @@ def test_nothing_is_published_of_a_checkpoint_that_is_harmed_while_it_is_read(
         assert Path(url).exists() is not begins
         publisher.publish(write_checkpoint(out / "checkpoint-8", weights(8)))
     assert_versions(url, [*history, weights(8)])
+
+
+def test_an_index_that_appears_while_a_checkpoint_is_opened(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(out / "checkpoint-7", weights(7))
+
+    def late(path: Path) -> Checkpoint:
+        write_checkpoint(folder, weights(7), sharded=True)
+        return Checkpoint(path)
+
+    monkeypatch.setattr(checkpoint_folders, "Checkpoint", late)
+    with pytest.raises(IncompleteCheckpointError, match="its index was changed while it was read"):
+        CheckpointFolder(folder)
 
 
 def test_a_checkpoint_that_vanishes_is_one_log_line(
