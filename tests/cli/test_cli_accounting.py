@@ -26,6 +26,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.cli import diff as diff_command
 from vllm_delta_sync.cli.arguments import VERSION
+from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -446,15 +447,19 @@ def test_stats_of_the_last_versions(written: Written) -> None:
     assert "before them" not in shown("stats", "--bucket", long.folder, "--last", "100")
 
 
-def test_stats_of_times_that_do_not_exist(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["2026-99-99T99:99:99Z", "1999-01-01T00:00:00Z"], ids=["none", "earlier"])
+def test_stats_of_times_that_cannot_be(moment: str, tmp_path: Path) -> None:
+    """A time that does not exist, or of a clock that went back."""
     written = Written(tmp_path / "run", 2)
     newest = json.loads(written.bucket.get(version_key(2)))
-    written.bucket.put(version_key(2), dump_canonical({**newest, "created_at": "2026-99-99T99:99:99Z"}))
+    written.bucket.put(version_key(2), dump_canonical({**newest, "created_at": moment}))
     written.lose("HEAD.json")
     document = answer("stats", "--bucket", written.folder)
     assert [row["seconds"] for row in document["versions"]] == [None, 1.0, None]
-    assert document["summary"]["versions_per_hour"] is None
-    shown("stats", "--bucket", written.folder)
+    summary = document["summary"]
+    assert (summary["versions_per_hour"], summary["hours"], summary["seconds"]["max"]) == (None, 0, 1.0)
+    assert "versions   0 to 2\n" in shown("stats", "--bucket", written.folder)
+    assert PageReader(lambda: open_run(str(written.folder))).read()["summary"]["seconds"]["max"] == 1.0
 
 
 # What all of them take, and print

@@ -1,7 +1,6 @@
 """``delta-sync stats``, which ``maintenance.run_stats`` computes."""
 
 import argparse
-import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -88,11 +87,12 @@ def _print(data: dict[str, Any], shown: int) -> None:
     rate = None
     if summary["versions_per_hour"] is not None:
         rate = f"{rounded(summary['versions_per_hour'])} versions, {size(round(summary['bytes_per_hour']))}"
+    took = f" in {_span(3600 * summary['hours'])}" if summary["hours"] else ""
     saved = "" if summary["saved_share"] is None else f": {_share(summary['saved_share'])} saved"
     print_fields(
         ("run", data["run"]),
         ("url", data["url"]),
-        ("versions", f"{summary['first']} to {summary['last']} in {_span(3600 * summary['hours'])}"),
+        ("versions", f"{summary['first']} to {summary['last']}{took}"),
         ("published", f"{size(summary['published_bytes'])} instead of {size(summary['full_bytes'])}{saved}"),
         ("per hour", rate),
     )
@@ -140,6 +140,6 @@ def _span(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if math.fabs(seconds) >= length:
+        if seconds >= length:
             return f"{rounded(seconds / length)} {unit}"
     return f"{rounded(1000 * seconds)} ms"

@@ -269,7 +269,10 @@ def _summary(rows: list[VersionRow]) -> dict[str, Any]:
     gaps = [
         later.created - earlier.created
         for earlier, later in pairwise(rows)
-        if earlier.created is not None and later.created is not None and later.version == earlier.version + 1
+        if later.version == earlier.version + 1
+        and earlier.created is not None
+        and later.created is not None
+        and later.created >= earlier.created  # else the clock went back
     ]
     hours = (times[-1] - times[0]) / 3600 if times else 0.0
     spreads = {

@@ -17,7 +17,7 @@ class VersionStats:
     Attributes:
         version, step, kind, created_at, codec, compression, changed, total, payload_bytes, full_bytes: as in its
             manifest, which takes much more memory.
-        seconds: since the version before it, by the publisher's clock; None for version 0.
+        seconds: since the version before it, by the publisher's clock; None for version 0, and where it went back.
         published: payload bytes of the versions up to this one. full: bytes of full checkpoints of the same versions,
             without a version 0 that refers to a checkpoint elsewhere. Both count from the first version that was asked
             for.
@@ -108,11 +108,12 @@ def version_stats(run: RunReader, last: int | None = None, progress: Progress | 
 
 
 def seconds_between(earlier: str, later: str) -> float | None:
-    """Return the time between two timestamps; None if one does not exist, such as 25:00."""
+    """Return the time between two timestamps; None if one does not exist, such as 25:00, or the clock went back."""
     try:
-        return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+        passed = (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
     except ValueError:
         return None
+    return passed if passed >= 0 else None
 
 
 def summarize(versions: Sequence[VersionStats]) -> StatsSummary:
