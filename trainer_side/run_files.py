@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer_side.model.module import unwrap
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import ModelError, StoreError, UsageError
+from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
 from vllm_delta_sync.process_folders import ProcessFolder
@@ -28,6 +28,7 @@ from vllm_delta_sync.tensors.checkpoint import (
     MODEL_FILE_SUFFIXES,
     ResolvedBase,
     model_files,
+    read_small_file,
 )
 
 logger = guarded_logger(__name__)
@@ -178,11 +179,7 @@ def _contents_of(files: str | Path | None, budget: _SizeBudget) -> dict[str, byt
 
 def _read(path: Path) -> bytes:
     """Return a file's content; of one that is too large to be kept, only its beginning, which is too large as well."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_RUN_FILE_BYTES + 1)
-    except OSError as error:
-        raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    return read_small_file(path, MAX_RUN_FILE_BYTES + 1)
 
 
 def _pretrained(model: object) -> Any:

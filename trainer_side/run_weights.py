@@ -3,6 +3,7 @@
 ``ranks.coordinator.RankCoordinator`` holds the parts of one rank.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -33,7 +34,7 @@ from vllm_delta_sync.run.restore import check_base_bits, locate_base, restore
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, read_small_file
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState
 
 _Result = TypeVar("_Result")
@@ -167,8 +168,8 @@ class WholeWeights:
         return work()
 
     def begin(self) -> tuple[manifests.FullState, str | None]:
-        if self.base is not None and (config := Path(self.base) / CONFIG_NAME).is_file():
-            self.live = quantized(self.live, Checkpoint(self.base).specs, config.read_bytes(), Path(self.base))
+        if self.base is not None and os.path.lexists(config := Path(self.base) / CONFIG_NAME):
+            self.live = quantized(self.live, Checkpoint(self.base).specs, read_small_file(config), Path(self.base))
         baseline = self._baseline = Baseline.captured(self.live, self.base, self._options.baseline)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
         self._background.call(baseline.scan)

@@ -11,7 +11,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.publishing import assert_holds, assert_same, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import ModelError, NotFoundError, TensorMismatchError
+from vllm_delta_sync.errors import ModelError, NotFoundError, StoreError, TensorMismatchError
 
 
 def test_anchor_is_a_plain_checkpoint(url: str, tmp_path: Path) -> None:
@@ -117,4 +117,13 @@ def test_base_that_does_not_fit_is_refused_before_anything_is_written(case: str,
     write_checkpoint(tmp_path / "fp8", {"w": WEIGHT.to(torch.float8_e4m3fn)})
     with pytest.raises(error, match=message):
         Publisher({name: tensor}, url, base=tmp_path / folder)
+    assert not Path(url).exists()
+
+
+def test_a_file_of_the_base_that_cannot_be_read_is_named(url: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.symlink_to("x" * 300)
+    with pytest.raises(StoreError, match=f"'{config}' cannot be read: File name too long"):
+        Publisher({"w": torch.ones(4)}, url, base=tmp_path)
     assert not Path(url).exists()

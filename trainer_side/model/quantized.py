@@ -9,6 +9,7 @@ A recipe that the configuration does not fully determine is proven on the weight
 the bits of the base, or, where scales are powers of two, bits of the same values.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from trainer_side.model.sources import is_packed
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.tensors.checkpoint import Checkpoint, read_small_file
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of, tensor_from_bits
 
 Quantize = Callable[[torch.Tensor, torch.Tensor], Tensors]
@@ -301,9 +302,9 @@ def _refuse(field: str, value: object, reason: str) -> NoReturn:
 
 def _check_modifiers(path: Path) -> None:
     """Refuse a checkpoint that LLM Compressor made with more than a rounding of its weights."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
-    for modifier in re.findall(r"^\s*(\w+Modifier):", path.read_text(errors="replace"), re.MULTILINE):
+    for modifier in re.findall(r"^\s*(\w+Modifier):", read_small_file(path).decode(errors="replace"), re.MULTILINE):
         if modifier != "QuantizationModifier":
             raise ModelError(
                 f"the base's {RECIPE_NAME} has {modifier}, which chooses weights with calibration data, or changes "

@@ -86,7 +86,19 @@ def model_files(folder: Path) -> dict[str, Path]:
         found = sorted(folder.iterdir())
     except OSError as error:
         raise StoreError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error
-    return {path.name: path for path in found if is_model_file(path.name) and path.is_file()}
+    try:
+        return {path.name: path for path in found if is_model_file(path.name) and path.is_file()}
+    except OSError as error:  # a link into a folder that this user may not enter
+        raise StoreError(f"{error.filename!r} cannot be read: {error.strerror}") from error
+
+
+def read_small_file(path: Path, most: int = -1) -> bytes:
+    """Return a file's content, at most its first ``most`` bytes. Raises StoreError: it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
 
 
 def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
