@@ -16,6 +16,7 @@ from tests.support.answers import closed_port
 from tests.support.samples import ref_of
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket, peer, ranged
+from vllm_delta_sync.bucket.base import report_bytes
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
@@ -167,6 +168,25 @@ def test_peer_serves_the_pieces_of_an_object_as_they_arrive(site: Site, monkeypa
     while server.objects.progress("0" * 64) == before:
         time.sleep(0.01)
     assert len(before) <= 100, "readers compare no more"
+
+
+def test_peer_whose_link_is_slow_is_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes arrive all the time, but the first piece is not complete for longer than a reader waits for nothing."""
+    ref, data = site.put(2 * PIECE)
+    inner = site.link._inner.get_range
+
+    def slow(key: str, start: int, length: int) -> bytes:
+        for _ in range(30):
+            time.sleep(0.1)
+            report_bytes(length // 30)
+        return inner(key, start, length)
+
+    monkeypatch.setattr(site.link._inner, "get_range", slow)
+    monkeypatch.setattr("vllm_delta_sync.cache.object_server.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("vllm_delta_sync.cache.object_cache.TOUCH_SECONDS", 0.05)
+    bucket, usage = site.reader(site.serve("mirror").url, patience=1.0)
+    assert cached(site, ref, bucket) == data
+    assert (site.link.read, usage.snapshot()["peer_failures"]) == (len(data), 0)
 
 
 FAULTS: dict[str, Callable[[bytes], bytes | None]] = {

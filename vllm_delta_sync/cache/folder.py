@@ -14,7 +14,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,20 +74,11 @@ class CacheFolder:
         return self.path / f"{digest}.pieces"
 
     def progress(self, digest: str) -> int:
-        """Return a number that changes while an object is downloaded."""
+        """Return a number that changes as bytes of an object arrive, but not while its download waits for a peer."""
         try:
             return os.stat(self.part_path(digest), follow_symlinks=False).st_mtime_ns
         except FileNotFoundError:
             return 0
-
-    def received(self, digest: str) -> str:
-        """Return a text that changes as bytes of an object arrive, but not while its download waits for a peer."""
-        found = []
-        for path in (self.part_path(digest), self.journal_path(digest)):
-            with suppress(FileNotFoundError):
-                info = os.stat(path, follow_symlinks=False)
-                found.append(f"{info.st_size}.{info.st_blocks}")
-        return " ".join(found)
 
     # Locks
 

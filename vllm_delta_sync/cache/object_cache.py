@@ -151,9 +151,10 @@ class ObjectCache:
         part, journal = self._folder.part_path(ref.sha256), self._folder.journal_path(ref.sha256)
         found, touched = None, 0.0
 
-        def moved(_: int) -> None:
+        def moved(count: int) -> None:
             nonlocal touched
-            if time.monotonic() - touched > TOUCH_SECONDS:
+            # A failed try takes its bytes back, which is no progress.
+            if count > 0 and time.monotonic() - touched > TOUCH_SECONDS:
                 touched = time.monotonic()
                 touch(part)
 

@@ -128,7 +128,7 @@ class ObjectServer:
         with self._lock:
             running, verifying = list(self._jobs), len(self._verifying)
         moments = [f"{time.monotonic():.0f}"] if verifying else []
-        state = ", ".join([self._folder.received(each) for each in sorted({digest, *running})] + moments)
+        state = ", ".join([str(self._folder.progress(each)) for each in sorted({digest, *running})] + moments)
         # Readers compare its first characters.
         return sha256(state.encode()).hexdigest()[:32]
 

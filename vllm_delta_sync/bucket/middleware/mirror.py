@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from hashlib import sha256
 
-from vllm_delta_sync.bucket.base import Bucket, report_bytes
+from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
@@ -141,8 +141,6 @@ class PeerSource(Source):
                 now = time.monotonic()
                 if fetching.progress != progress:
                     progress, moved = fetching.progress, now
-                    # Shows those who wait for this process that their object is on its way.
-                    report_bytes(0)
                 if now > min(moved + self._patience, began + self._longest):
                     raise UnavailableError(f"it has been fetching {fetching.key} for {now - began:.1f} s") from None
                 # A busy peer answers at once.
