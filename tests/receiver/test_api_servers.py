@@ -93,6 +93,10 @@ def test_one_leads_at_a_time_and_each_answers(world: World, processes: list[Proc
     assert (back["served"]["version"], back["state"], back["role"]) == (0, "held", "follower")
     assert [process.status()["seen"] for process in processes] == [0, 0, 0]
     assert others[1].ask("release")["state"] == "idle"
+    # A leader that is held polls nothing and changes nothing, and its last poll ages in each status.
+    others[0].ask("hold")
+    wait_until(lambda: [process.status()["polled_seconds"] > 1.5 for process in processes] == [True] * 3)
+    others[0].ask("release")
     wait_until(lambda: [process.status()["seen"] for process in others] == [1, 1])
     # One that stands still is not replaced: what it might yet do nobody knows. The others show what it last said.
     os.kill(leader.pid, signal.SIGSTOP)

@@ -3,9 +3,9 @@
 Two receivers would conflict over the same weights. The API servers of one ``vllm serve`` are processes on one machine
 with one parent. They meet in a folder that only their user can enter (``ApiServerGroup``). The process that holds the
 lock there leads; the kernel releases the lock when that process ends. Each follower keeps a connection to the leader,
-which sends its status at every change, and answers to requests. If the leader ends, a process that waited for the lock
-leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still leads, because it
-may still act; its pause ends through the pause watchdog.
+which sends its status at every change and every second, and answers to requests. If the leader ends, a process that
+waited for the lock leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still
+leads, because it may still act; its pause ends through the pause watchdog.
 """
 
 import asyncio
@@ -36,6 +36,8 @@ CONNECT_SECONDS = 0.05
 """Interval between a follower's attempts to connect while there is no leader."""
 LEADER_SECONDS = 60.0
 """Longest wait at start for the process with the lock to lead."""
+VIEW_SECONDS = 1.0
+"""Longest interval between two statuses that the leader sends: ages and counters in them change by themselves."""
 NO_LEADER = "this server has no API server leader at the moment; retry"
 
 
@@ -273,7 +275,8 @@ class LeaderServer:
     async def _send_views(self, writer: asyncio.StreamWriter, changed: asyncio.Event) -> None:
         with suppress(OSError):
             while True:
-                await changed.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), VIEW_SECONDS)
                 # Changes during the write are sent with the next view.
                 changed.clear()
                 await _write(writer, {"view": self._view()})
