@@ -27,7 +27,7 @@ from vllm_delta_sync.cache import ObjectCache, peer_server
 from vllm_delta_sync.cache.folder import CacheFolder
 from vllm_delta_sync.cache.object_server import ObjectServer
 from vllm_delta_sync.cache.peer_server import PeerServer
-from vllm_delta_sync.errors import DigestError, SettingsError, UsageError
+from vllm_delta_sync.errors import DigestError, NotFoundError, SettingsError, UsageError
 from vllm_delta_sync.format.manifest import ObjectRef
 
 TEXT = "0123456789abcdef-a-token"
@@ -346,6 +346,15 @@ def test_absent_peer_and_one_without_the_object(site: Site, caplog: pytest.LogCa
     LocalBucket(site.folder / "bucket").put(other.key, more)
     assert cached(site, other, bucket) == more
     assert usage.snapshot()["peer_failures"] == 0
+
+
+def test_object_larger_than_the_cache_is_named(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Its readers take it from the bucket, and without a line on the peer no one would know why."""
+    ref, _ = site.put(PIECE)
+    objects = ObjectServer(site.folder / "small", PIECE - 1, lambda: site.link, TOKEN)
+    with pytest.raises(NotFoundError, match="cannot hold"):
+        objects.find(ref.sha256, None)
+    assert "cannot hold; see cache_bytes; this is logged once" in caplog.text
 
 
 def test_only_holders_of_the_token_get_objects_and_nothing_else(site: Site) -> None:

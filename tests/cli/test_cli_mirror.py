@@ -58,3 +58,9 @@ def test_without_a_token_it_serves_nothing(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     done = delta_sync("mirror", "--bucket", chain.url, "--to", tmp_path / "to")
     assert (done.code, "set admin_token_file or DELTA_SYNC_ADMIN_TOKEN" in done.err) == (2, True)
+
+
+def test_without_room_it_serves_nothing(tmp_path: Path) -> None:
+    set_to = {VARIABLE: "0123456789abcdef-a-token", "DELTA_SYNC_CACHE_BYTES": "0"}
+    done = delta_sync("mirror", "--bucket", tmp_path, "--to", tmp_path / "to", "--port", 70000, **set_to)
+    assert (done.code, "set cache_bytes above 0" in done.err) == (2, True)

@@ -226,7 +226,11 @@ class ObjectServer:
             size = bucket.stat(key).bytes
             found = self._cache.open(ObjectRef(key=key, bytes=size, sha256=digest), bucket)
             if found is None:
-                raise NotFoundError(f"{key} has {size} bytes, which this cache cannot hold; see cache_bytes")
+                problem = f"{key} has {size} bytes, which this cache cannot hold; see cache_bytes"
+                # Those who asked read it from the bucket, each for itself. Any other reason the cache has logged.
+                if size > self._folder.limit_bytes:
+                    self._log.warn(f"cannot serve an object: {problem}; this is logged once", NotFoundError.kind)
+                raise NotFoundError(problem)
             fetched = size, time.monotonic() - began
         with found, self._lock:
             self._verified[digest] = os.fstat(found.fileno()).st_ino

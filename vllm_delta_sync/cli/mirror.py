@@ -46,7 +46,8 @@ def mirror(options: argparse.Namespace) -> Report:
             "a mirror serves only holders of the run's token: set admin_token_file or DELTA_SYNC_ADMIN_TOKEN, to the "
             "same as on the servers"
         )
-    if folder is None:
+    limit = options.max_bytes or settings.cache_bytes
+    if folder is None or limit == 0:
         raise UsageError("there is no cache to serve: name a directory with --to, and set cache_bytes above 0")
 
     try:
@@ -58,7 +59,7 @@ def mirror(options: argparse.Namespace) -> Report:
         row = {"object": digest, "bytes": count, "seconds": round(seconds, 3)}
         print_event(options, row, lambda: print(f"fetched {digest}, {size(count)} in {seconds:.1f} s"))
 
-    objects = ObjectServer(folder, options.max_bytes or settings.cache_bytes, lambda: bucket, token, fetched)
+    objects = ObjectServer(folder, limit, lambda: bucket, token, fetched)
     server = PeerServer(options.host, options.port, objects)
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
