@@ -12,7 +12,8 @@ from tests.support.commands import answer, delta_sync, parsed, shown
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.cli.serve import split_serve
-from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.settings import Settings, load_settings
 from vllm_delta_sync.trust import keys
 
 GOLDEN = str(DIRECTORY)
@@ -144,6 +145,22 @@ def test_a_model_that_is_given_is_used_as_it_is(tmp_path: Path, serve: Command) 
     assert command[0] == "base"
     assert "--load-format" not in command
     assert not serve.home.exists()
+
+
+def test_peers_get_the_token_that_a_flag_names(tmp_path: Path, serve: Command) -> None:
+    """The file of a flag is in no environment yet while this command reads the run and what was seen of it."""
+    url, token = str(tmp_path / "run"), tmp_path / "token"
+    publish(url, tmp_path / "model")
+    token.write_text("0123456789abcdef-a-token")
+    asked, flag = ["--bucket", url, "--peer", "http://127.0.0.1:9"], ["--admin-token-file", str(token)]
+    assert serve(*asked, *flag)
+    keys.generate(tmp_path / "key")
+    flags = {"admin_token_file": token, "trusted_keys": str(tmp_path / "key.pub"), "state_dir": tmp_path / "state"}
+    settings = load_settings({"bucket": url, "peer": asked[3], **flags})
+    TrustedHead(settings, settings.keyring())  # as the command does before it becomes vLLM
+    # Before minutes of loading, not after them.
+    assert "setting 'peer' needs the run's token" in serve.refused(2, "model", *asked)
+    assert "write http://host:port" in serve.refused(2, "model", "--bucket", url, "--peer", "127.0.0.1:9", *flag)
 
 
 def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:

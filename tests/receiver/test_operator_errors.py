@@ -98,6 +98,12 @@ def test_url_that_can_be_none_is_refused_before_anything_starts(url: str, words:
         assert load_settings({"bucket": good}, {}).bucket == good
 
 
+def test_peer_without_a_token_ends_a_server_at_its_start(tmp_path: Path) -> None:
+    settings = load_settings({"bucket": str(tmp_path / "run"), "peer": "http://127.0.0.1:9"}, {})
+    with pytest.raises(SettingsError, match="setting 'peer' needs the run's token"):
+        ReceiverService(ModulePort(FusedModel()), settings)
+
+
 @pytest.mark.usefixtures("at_s3")
 def test_bucket_that_is_not_there_and_then_has_no_run(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -17,6 +17,7 @@ from vllm_delta_sync.urls import (
 )
 
 if TYPE_CHECKING:
+    from vllm_delta_sync.admin_token import AdminToken
     from vllm_delta_sync.bucket.middleware.usage import StoreUsage
     from vllm_delta_sync.bucket.peer import PeerBucket
 
@@ -119,8 +120,11 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     return OpenedBucket(MirrorBucket(origin, sources), options, metrics, origin)
 
 
-def open_peers(options: StoreOptions) -> "list[PeerBucket]":
-    """Open the peers of the setting ``peer``, with the admin token of this process's settings.
+def open_peers(options: StoreOptions, token: "AdminToken | None" = None) -> "list[PeerBucket]":
+    """Open the peers of the setting ``peer``.
+
+    Args:
+        token: the run's; if None, that of this process's settings.
 
     Raises:
         SettingsError: no admin token is set. UsageError: a URL is not valid.
@@ -129,7 +133,7 @@ def open_peers(options: StoreOptions) -> "list[PeerBucket]":
         return []
     from vllm_delta_sync.bucket.peer import PeerBucket
 
-    token = client_settings().admin_token()
+    token = token or client_settings().admin_token()
     if token is None:
         raise SettingsError(
             "setting 'peer' needs the run's token, which peers ask for: set admin_token_file or DELTA_SYNC_ADMIN_TOKEN "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vllm_delta_sync import admin_token
+from vllm_delta_sync.bucket.factory import open_peers
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import FLAGS_WITHOUT_PLUGINS, check_front_end
@@ -44,7 +45,7 @@ def serve_command(
         EngineError: vLLM is missing, its command cannot start, or the environment chooses a server without plugins.
     """
     chosen = load_settings(dict(settings))
-    chosen.admin_token()
+    open_peers(chosen.store(), chosen.admin_token())
     chosen.keyring()
     patches.distribution_version()
     if not patches.has_command_metadata():
@@ -85,7 +86,8 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
             f"{LOAD_FORMAT_FLAG} is {formats[0]!r}, but there is no MODEL to load: give MODEL, or omit "
             f"{LOAD_FORMAT_FLAG}, which loads the weights from the bucket"
         )
-    with open_run(settings.bucket, settings.keyring(), settings.store()) as run:
+    # Without peers: this process's environment has no admin token for them yet, if a flag names its file.
+    with open_run(settings.bucket, settings.keyring(), settings.store().without_copies()) as run:
         folder = settings.models_folder() / run.info.run
         names = [item.name for item in run.info.files]
         if CONFIG_NAME not in names:

@@ -53,7 +53,11 @@ class StandingOrder(BaseModel):
 
 
 class StandingOrderStore:
-    """The file with a server's standing order. If it cannot be written, a warning is logged."""
+    """The file with a server's standing order. If it cannot be written, a warning is logged.
+
+    Raises:
+        UsageError: the bucket, or what is asked before it, cannot be opened with these settings.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -61,12 +65,12 @@ class StandingOrderStore:
         self._file: StateFile | None = None
         self._problem = ""
         self._warned: tuple[StandingOrder, str] | None = None
+        name = open_bucket(settings.bucket, settings.store()).url
+        if settings.receiver_id is not None:
+            name = f"{name}\n{settings.receiver_id}"
+        if settings.lora_name is not None:  # of several adapters of one server
+            name = f"{name}\nadapter {settings.lora_name}"
         try:
-            name = open_bucket(settings.bucket, settings.store()).url
-            if settings.receiver_id is not None:
-                name = f"{name}\n{settings.receiver_id}"
-            if settings.lora_name is not None:  # of several adapters of one server
-                name = f"{name}\nadapter {settings.lora_name}"
             path = settings.state_folder() / f"{sha256(name.encode()).hexdigest()[:32]}.order"
             self._file = StateFile(path, MAX_ORDER_BYTES)
         except SettingsError as error:

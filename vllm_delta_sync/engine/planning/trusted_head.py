@@ -57,7 +57,7 @@ class TrustedHead:
         self._head: Head | None = None
         self._looked = False
         if keyring.checks_signatures:
-            url = open_bucket(settings.bucket, settings.store()).url
+            url = open_bucket(settings.bucket, settings.store().without_copies()).url
             self._file = LastSeenStore(settings.state_folder(), url, keyring.trusted)
             if writes:
                 self._file.prepare()
