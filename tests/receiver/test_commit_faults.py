@@ -21,6 +21,7 @@ from tests.support.modules import ModulePort, named
 from tests.support.seeds import seeds
 from tests.support.world import World
 from trainer_side import Publisher
+from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
@@ -394,6 +395,30 @@ def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: Worl
     world.receiver = second
     second.advance()
     assert (second.served_version, second.status()["state"], second.status()["commits"]) == (3, "idle", 0)
+    world.expect_exact()
+
+
+def test_store_that_fails_while_versions_are_staged_is_asked_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer versions at once would take as long to fail. Afterwards all of them are one commit, as if it had not."""
+    world.receiver.advance()
+    world.train(*range(1, 9))
+    get, asked = LocalBucket.get, list[str]()
+
+    def read(bucket: LocalBucket, key: str, **limit: Any) -> bytes:
+        if not key.startswith("objects/"):
+            return get(bucket, key, **limit)
+        asked.append(key)
+        raise StoreError("the network is gone")
+
+    with monkeypatch.context() as down:
+        down.setattr(LocalBucket, "get", read)
+        with pytest.raises(StoreError, match="the network is gone"):
+            world.receiver.advance()
+    assert len(asked) == world.ranks
+    world.receiver.advance()
+    assert (world.receiver.served_version, world.receiver.status()["commits"]) == (8, 1)
     world.expect_exact()
 
 

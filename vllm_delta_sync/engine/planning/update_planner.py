@@ -78,8 +78,10 @@ class PlanFeedback:
 
     def exclude(self, plan: UpdatePlan, error: DeltaSyncError) -> bool:
         """Record that staging failed, so that it is planned otherwise; False if the error is not about the versions."""
+        if isinstance(error, StoreError):
+            # Fewer versions at once would fail too, after as long; and there would be a pause for each.
+            return False
         index = failed_step(error)
-        passing = isinstance(error, StoreError | MemoryLimitError)
         if index is None and len(plan.steps) > 1:
             if self._shorten(plan):
                 return True
@@ -94,7 +96,7 @@ class PlanFeedback:
                 UnsupportedError.kind,
             )
             return True
-        if passing or key in self.bad:
+        if isinstance(error, MemoryLimitError) or key in self.bad:
             return False
         self.mark_bad(key, error)
         return True
