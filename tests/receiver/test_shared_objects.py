@@ -6,11 +6,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.samples import ref_of
+from tests.support.services import wait_until
 from tests.support.web import TOKEN, Site, listening
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
-from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH
+from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH, PROGRESS_HEADER
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache.folder import CacheFolder
 from vllm_delta_sync.client import open_run
@@ -73,6 +75,26 @@ def test_who_gets_an_object(site: Site, monkeypatch: pytest.MonkeyPatch) -> None
         site.app.state.delta_sync_token = None
         assert client.get(path, headers=PEER).status_code == 403
         assert site.app.state.delta_sync_objects.busy == 0
+
+
+def test_busy_server_shows_that_it_sends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who wait for their turn give up a server that does nothing, not one whose answers take long."""
+    data = bytes(40_000_000)
+    ref = ref_of(data)
+    with open_bucket(site.settings.bucket, StoreOptions()) as bucket:
+        bucket.put(ref.key, data)
+    monkeypatch.setattr(shared_objects, "MAX_REQUESTS", 1)
+    path = OBJECTS_PATH + ref.sha256
+    with listening(site.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=PEER) as client:
+        wait_until(lambda: client.get(path, headers={"Range": "bytes=0-0"}).status_code == 206)
+        wait_until(lambda: site.app.state.delta_sync_objects.busy == 0)
+        with client.stream("GET", path) as slow:
+            assert slow.status_code == 200
+            before = client.get(path).headers[PROGRESS_HEADER]
+            for _ in slow.iter_raw():
+                if client.get(path).headers[PROGRESS_HEADER] != before:
+                    break
+            assert site.app.state.delta_sync_objects.busy == 1, "it has not ended"
 
 
 def test_server_without_a_cache_has_no_object(site: Site) -> None:

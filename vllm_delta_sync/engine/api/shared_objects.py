@@ -1,7 +1,6 @@
 """``SharedObjects``: the objects in a server's cache, for other servers of the run."""
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Request, Response
@@ -26,7 +25,8 @@ class SharedObjects:
     """The objects in the cache of this node; each API server serves them, whichever process has fetched them.
 
     Attributes:
-        objects: None if this node has no cache. busy: requests that are being answered. ended: those that were.
+        objects: None if this node has no cache. busy: requests that are being answered.
+        moved: grows while answers are sent, and with each that ends.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,7 +36,7 @@ class SharedObjects:
             self.objects = ObjectServer(
                 folder, settings.cache_bytes, lambda: open_bucket(settings.bucket, store), settings.admin_token()
             )
-        self.busy = self.ended = 0
+        self.busy = self.moved = 0
 
     async def answer(self, request: Request, digest: str) -> Response:
         """Answer a request for an object.
@@ -53,7 +53,7 @@ class SharedObjects:
         if self.objects.is_cache(request.headers.get(CALLER_HEADER)):
             raise BadRequest("the request comes from this cache itself", 421)
         if self.busy >= MAX_REQUESTS:
-            return Response("busy", 202, {**HEADERS, PROGRESS_HEADER: str(self.ended)})
+            return Response("busy", 202, {**HEADERS, PROGRESS_HEADER: str(self.moved)})
         self.busy += 1
         found: Slice | None = None
         try:
@@ -64,18 +64,18 @@ class SharedObjects:
                 self.done()
         if found is None:
             return Response("being fetched", 202, {**HEADERS, PROGRESS_HEADER: self.objects.progress(digest)})
-        return _SliceResponse(found, self.done)
+        return _SliceResponse(found, self)
 
     def done(self) -> None:
         """Count a request as answered."""
         self.busy -= 1
-        self.ended += 1
+        self.moved += 1
 
 
 class _SliceResponse(Response):
-    def __init__(self, found: Slice, done: Callable[[], None]) -> None:
+    def __init__(self, found: Slice, owner: SharedObjects) -> None:
         super().__init__(status_code=found.status, headers={**HEADERS, **found.headers})
-        self._found, self._done = found, done
+        self._found, self._owner = found, owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         chunks, loop = self._found.chunks(), asyncio.get_running_loop()
@@ -84,9 +84,10 @@ class _SliceResponse(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 while data := await loop.run_in_executor(_threads, next, chunks, b""):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._owner.moved += 1
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             return  # the server closes a connection whose answer is not complete
         finally:
             self._found.close()
-            self._done()
+            self._owner.done()
