@@ -224,7 +224,9 @@ def check(example: Example, template: Path, folder: Path, site: tuple[str, str])
             (folder / name).unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = delta_sync(*words, HOME=str(folder), XDG_STATE_HOME=str(folder / "state"))
+        # Exported by a line before the example.
+        token = {"DELTA_SYNC_ADMIN_TOKEN": "correct-horse-battery-staple"} if "--peer" in words else {}
+        done = delta_sync(*words, HOME=str(folder), XDG_STATE_HOME=str(folder / "state"), **token)
     assert done.code == 0, f"{shlex.join(words)}\n{done.out}{done.err}"
 
 

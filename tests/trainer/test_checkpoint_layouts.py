@@ -223,6 +223,8 @@ def test_files_that_are_deleted_while_a_folder_is_searched_hide_nothing(
         (path / "log.tmp").unlink()
         return entries
 
-    monkeypatch.setattr(os, "scandir", delete_after)
     touch(tmp_path, "log.tmp", "step_1/log.tmp")
-    assert [(found.name, found.reason) for found in find_checkpoints(tmp_path)] == [("step_1", "")]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", delete_after)
+        found = find_checkpoints(tmp_path)
+    assert [(each.name, each.reason) for each in found] == [("step_1", "")]
