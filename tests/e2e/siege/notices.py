@@ -22,7 +22,7 @@ from vllm_delta_sync.format.canonical_json import dump_canonical
 
 PORT = "notice port"
 ALLOWED = "notice port, a stolen notice key"
-NOBODY = "no attacker: a network that fails"
+NO_ATTACKER = "no attacker: a network that fails"
 STORM = 3000
 
 
@@ -136,7 +136,7 @@ def huge_frames(siege: Siege) -> None:
         time.sleep(0.5)
 
 
-@attack("broker killed", NOBODY, "fresh by notice")
+@attack("broker killed", NO_ATTACKER, "fresh by notice")
 def broker_killed(siege: Siege) -> None:
     """SIGKILL, started again."""
     siege.broker.kill()
@@ -174,11 +174,11 @@ for fault, what, act in (("cut", "Three versions meanwhile", _cut), ("stalled", 
     for whose, line in LINES.items():
         name = f"line {fault}, {whose}"
         ATTACKS.append(
-            Attack(name, NOBODY, what, "fresh by notice", partial(act, line=line), name == "line cut, server's")
+            Attack(name, NO_ATTACKER, what, "fresh by notice", partial(act, line=line), name == "line cut, server's")
         )
 
 
-@attack("throttled", NOBODY, "fresh by notice")
+@attack("throttled", NO_ATTACKER, "fresh by notice")
 def throttled(siege: Siege) -> None:
     """400 bytes a second on both lines."""
     siege.up.throttle(400)
@@ -192,7 +192,7 @@ def throttled(siege: Siege) -> None:
     siege.wait_for(siege.publish())
 
 
-@attack("flapping", NOBODY, "fresh by notice")
+@attack("flapping", NO_ATTACKER, "fresh by notice")
 def flapping(siege: Siege) -> None:
     """Lines break every 100 ms, out of order."""
     source = random.Random(2)
@@ -212,7 +212,7 @@ def flapping(siege: Siege) -> None:
     siege.wait_for(answer)
 
 
-@attack("connections reset and reordered", NOBODY, "fresh by notice")
+@attack("connections reset and reordered", NO_ATTACKER, "fresh by notice")
 def reordered(siege: Siege) -> None:
     """RST on both lines; the next connections are held back for 2 s, so that later ones overtake them."""
     for proxy in (siege.up, siege.down):
@@ -228,7 +228,7 @@ def reordered(siege: Siege) -> None:
     siege.wait_for(answer)
 
 
-@attack("stopped subscriber", NOBODY, "no one waits; newest on waking")
+@attack("stopped subscriber", NO_ATTACKER, "no one waits; newest on waking")
 def stopped_subscriber(siege: Siege) -> None:
     """SIGSTOP over five versions."""
     keys = (str(siege.folder / "receiver.curve"), str(siege.folder / "broker.curve.pub"))
@@ -243,7 +243,7 @@ def stopped_subscriber(siege: Siege) -> None:
         listener.hear(str(answer["version"]))
 
 
-@attack("trainer killed", NOBODY, "fresh by notice")
+@attack("trainer killed", NO_ATTACKER, "fresh by notice")
 def trainer_killed(siege: Siege) -> None:
     """SIGKILL, another takes over."""
     siege.trainer.kill()
@@ -251,7 +251,7 @@ def trainer_killed(siege: Siege) -> None:
     siege.fresh()
 
 
-@attack("server restarted", NOBODY, "joins late")
+@attack("server restarted", NO_ATTACKER, "joins late")
 def server_restarted(siege: Siege) -> None:
     """Two versions meanwhile."""
     siege.server_down()

@@ -17,7 +17,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import PublishError
 
-TOLD = 3
+REPORTED = 3
 POINTS = (
     "before the diff",
     "before its upload",
@@ -55,7 +55,7 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
     """Take the run in ``where`` over, or begin it, publish one version, and be on the way to the next when rank
     ``victim`` ends itself, ``at`` a step of POINTS.
 
-    A rank ends with status TOLD if a publish says that the victim is lost. Rank 0 writes to ``log``, line by line,
+    A rank ends with status REPORTED if a publish says that the victim is lost. Rank 0 writes to ``log``, line by line,
     ``will SHA`` of the weights that it is about to publish, and ``done VERSION`` once they are.
     """
     folder = Path(where)
@@ -90,19 +90,19 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
     step(2 * before + 1)
     assert publisher.version == before + 1
     try:
-        # Rank 0 writes the manifest, whoever ends then.
+        # Rank 0 writes the manifest, whichever rank ends then.
         acts = 0 if "manifest" in at else victim
         step(2 * before + 2, processes[victim] if rank == acts else None)
     except PublishError as error:
         print(f"rank {rank} of {size}, {victim} dead {at}: {error}", flush=True)
-        os._exit(TOLD if f"rank {victim} " in str(error) else 1)
+        os._exit(REPORTED if f"rank {victim} " in str(error) else 1)
     publisher.close()
 
 
 def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
     """Begin a run in ``where``; rank ``victim`` ends itself as it puts the first object whose key begins so.
 
-    The others end with status TOLD if they are told so. Without a victim one version is published.
+    The others end with status REPORTED if a publish says so. Without a victim one version is published.
     """
     model: Any = fsdp(built("mixed"))
     bucket = Hooked(Path(where) / "run")
@@ -112,7 +112,7 @@ def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
         publisher = Publisher(model, bucket)
     except PublishError as error:
         print(f"rank {rank} of {size}, {victim} dead at {prefix}: {error}", flush=True)
-        os._exit(TOLD if f"rank {victim} " in str(error) else 1)
+        os._exit(REPORTED if f"rank {victim} " in str(error) else 1)
     move(model)
     publisher.publish(1)
     publisher.close()
@@ -137,7 +137,7 @@ def test_killed_ranks_leave_whole_versions_and_the_job_goes_on(
     for number, (victim, at) in enumerate(deaths):
         size = sizes[number % len(sizes)]
         statuses = nursery.statuses(size, live, where=str(tmp_path), victim=victim, at=at)
-        expected = [-signal.SIGKILL if rank == victim else TOLD for rank in range(size)]
+        expected = [-signal.SIGKILL if rank == victim else REPORTED for rank in range(size)]
         assert statuses == expected, f"{victim} of {size} killed {at}\n{nursery.logs()}"
         # Each world begins where the one before ended, publishes one version, and one more if that was committed.
         run = open_run(str(tmp_path / "run"))
@@ -154,7 +154,7 @@ def test_killed_ranks_leave_whole_versions_and_the_job_goes_on(
 def test_ranks_killed_before_the_first_version_are_in_nobodys_way(nursery: Nursery, tmp_path: Path) -> None:
     for prefix in ("tensors.json", "objects/", "versions/"):
         statuses = nursery.statuses(2, begin, where=str(tmp_path), victim=0, prefix=prefix)
-        assert statuses == [-signal.SIGKILL, TOLD], f"killed at {prefix}\n{nursery.logs()}"
+        assert statuses == [-signal.SIGKILL, REPORTED], f"killed at {prefix}\n{nursery.logs()}"
         assert (tmp_path / "run" / "run.json").exists()
         assert not (tmp_path / "run" / "HEAD.json").exists()
     assert nursery.statuses(2, begin, where=str(tmp_path), victim=-1, prefix="") == [0, 0], nursery.logs()

@@ -26,7 +26,7 @@ class SharedObjects:
 
     Attributes:
         objects: None if this node has no cache. busy: requests that are being answered.
-        moved: grows while answers are sent, and with each that ends.
+        progress: grows while answers are sent, and with each that ends.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,7 +36,7 @@ class SharedObjects:
             self.objects = ObjectServer(
                 folder, settings.cache_bytes, lambda: open_bucket(settings.bucket, store), settings.admin_token()
             )
-        self.busy = self.moved = 0
+        self.busy = self.progress = 0
 
     async def answer(self, request: Request, digest: str) -> Response:
         """Answer a request for an object.
@@ -53,7 +53,7 @@ class SharedObjects:
         if self.objects.is_cache(request.headers.get(CALLER_HEADER)):
             raise BadRequest("the request comes from this cache itself", 421)
         if self.busy >= MAX_REQUESTS:
-            return Response("busy", 202, {**HEADERS, PROGRESS_HEADER: str(self.moved)})
+            return Response("busy", 202, {**HEADERS, PROGRESS_HEADER: str(self.progress)})
         self.busy += 1
         found: Slice | None = None
         try:
@@ -69,7 +69,7 @@ class SharedObjects:
     def done(self) -> None:
         """Count a request as answered."""
         self.busy -= 1
-        self.moved += 1
+        self.progress += 1
 
 
 class _SliceResponse(Response):
@@ -84,7 +84,7 @@ class _SliceResponse(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 while data := await loop.run_in_executor(_threads, next, chunks, b""):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                    self._owner.moved += 1
+                    self._owner.progress += 1
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             return  # the server closes a connection whose answer is not complete

@@ -45,6 +45,7 @@ def serve_command(
         EngineError: vLLM is missing, its command cannot start, or the environment chooses a server without plugins.
     """
     chosen = load_settings(dict(settings))
+    # Refused here: the server would find out only once the model is loaded.
     open_peers(chosen.store(), chosen.admin_token())
     chosen.keyring()
     patches.distribution_version()
