@@ -186,8 +186,9 @@ def commands() -> Iterator[str]:
     yield (
         "Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, "
         f"3 not found, 4 store or network, 5 another writer, {cli.INTERRUPTED} interrupted, {cli.CLOSED_PIPE} whatever "
-        "reads the output of a command that goes on has closed it. They follow from the error's [kind](#errors), "
-        "except that an error found by a check is always 1: a run, version or tag that you named and that does not "
+        f"reads the output of a command that goes on has closed it, {cli.TERMINATED} ended by SIGTERM. They follow "
+        "from the error's [kind](#errors), except that an error found by a check is always 1: a run, version or tag "
+        "that you named and that does not "
         "exist is 3; an object or manifest missing from a run is 1. "
         "`--help` of a command lists what its exit code 1 means."
     )

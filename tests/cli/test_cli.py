@@ -307,21 +307,26 @@ def test_interrupt_while_a_command_starts_is_130_and_silent() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_interrupt_is_130_and_silent() -> None:
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupted_command_removes_what_it_has_written(number: str, code: int, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "run")
     program = (
         "import os, signal, sys, time\n"
         "from vllm_delta_sync import cli\n"
-        "def slow(options):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "from vllm_delta_sync.maintenance import branch\n"
+        "def slow(*arguments):\n"
+        f"    os.kill(os.getpid(), signal.{number})\n"
         "    time.sleep(60)\n"
         # Inherited as ignored where the tests run in the background of a shell without job control.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "cli.log.opened = slow\n"
-        "sys.argv[1:] = ['log']\n"
+        "branch.confirm_created = slow\n"
+        f"sys.argv[1:] = ['branch', '--bucket', {str(tmp_path / 'run')!r}, '--to', {str(tmp_path / 'branch')!r}]\n"
         "sys.exit(cli.main())\n"
     )
-    done = run_python("-c", program, code=130)
+    done = run_python("-c", program, code=code)
     assert (done.stdout, done.stderr) == ("", "")
+    assert not [path for path in (tmp_path / "branch").rglob("*") if path.is_file()]
+    assert not answer("tag", "list", "--bucket", tmp_path / "run")["tags"]
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,13 @@ def test_sigterm_ends_the_command_with_0(chain: Chain, out: Path) -> None:
         assert held(out / "current") == expected(chain.table, chain.bits[0])
         rows = answer("follow", "--bucket", url, "--to", out, "--once")["versions"]
         assert len(rows) == 1 or not more
+    # One that was to end by itself is not done.
+    shutil.rmtree(out)
+    with subprocess.Popen([*line, "--once", *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline()
+        command.send_signal(signal.SIGTERM)
+        assert command.wait(60) == 143
 
 
 def test_a_command_that_fails(chain: Chain, out: Path) -> None:

@@ -4,8 +4,8 @@
 """
 
 try:
-    from vllm_delta_sync.cli.main import CLOSED_PIPE, INTERRUPTED, build_parser, main, run
+    from vllm_delta_sync.cli.main import CLOSED_PIPE, INTERRUPTED, TERMINATED, build_parser, main, run
 except KeyboardInterrupt:  # importing takes the better part of a second
     raise SystemExit(130) from None
 
-__all__ = ["CLOSED_PIPE", "INTERRUPTED", "build_parser", "main", "run"]
+__all__ = ["CLOSED_PIPE", "INTERRUPTED", "TERMINATED", "build_parser", "main", "run"]

@@ -79,8 +79,6 @@ def follow(options: argparse.Namespace) -> Report:
     from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
     from vllm_delta_sync.maintenance.follow import follow
 
-    # The first process of a container ignores SIGTERM unless it says what to do.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     on_update = [] if options.on_update is None else _split(options.on_update)
     rows: list[dict[str, Any]] = []
     failed: IncompleteError | None = None
@@ -94,6 +92,8 @@ def follow(options: argparse.Namespace) -> Report:
         keyring=keyring_of(options), store=options.settings.store(), progress=bar.update,
     )  # fmt: skip
     ends = options.once or isinstance(named, int)
+    if not ends:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     for update in updates:
         row = {
             **pick(update, "version step manifest read_bytes linked"),

@@ -8,6 +8,7 @@ The exit code is the error's, but 1 for what a check finds.
 
 import argparse
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ from vllm_delta_sync.settings import client_settings
 
 INTERRUPTED = 130
 CLOSED_PIPE = 141
+TERMINATED = 143
 
 COMMANDS = (
     serve.serve, publish.publish, log.log, inspect.inspect, du.du, diff.diff, stats.stats, dashboard.dashboard,
@@ -237,7 +239,7 @@ def main() -> int:
 
     exit codes:
       0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network,
-        5 another writer, 130 interrupted, 141 output closed
+        5 another writer, 130 interrupted, 141 output closed, 143 terminated
     """
     for name in ("stdout", "stderr"):
         # None if it was closed when the process began. ``print`` would then write errors to standard output.
@@ -245,6 +247,9 @@ def main() -> int:
         # Escape characters that the terminal's encoding lacks, instead of failing.
         stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, stream)
+    if sys.argv[1:2] != ["serve"]:  # vLLM has handlers of its own
+        # As after Ctrl-C, a command removes what it has half written.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
     try:
         return run(sys.argv[1:])
     except KeyboardInterrupt:
