@@ -457,7 +457,9 @@ def test_sigterm_ends_the_command_with_0(chain: Chain, out: Path) -> None:
         assert len(rows) == 1 or not more
     # One that was to end by itself is not done.
     shutil.rmtree(out)
-    with subprocess.Popen([*line, "--once", *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+    with subprocess.Popen(
+        [*line, "--once", *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
         assert command.stdout is not None
         assert command.stdout.readline()
         command.send_signal(signal.SIGTERM)
