@@ -164,6 +164,36 @@ def test_request_does_not_wait_for_a_whole_catch_up(
     site.world.expect_exact()
 
 
+@pytest.mark.parametrize(("action", "argument", "left"), [("hold", None, 1), ("rollback", 0, 0), ("target", "1", 1)])
+def test_what_is_staged_is_not_served_after_an_order_to_stay_or_go_back(
+    site: Site, action: str, argument: int | str | None, left: int
+) -> None:
+    service = site.serve()
+    receiver = service.receiver
+    receiver.advance()
+    site.world.train(1)
+    receiver.advance()
+    calls: list[str] = []
+    asked: list[Future[Any]] = []
+
+    def ask(method: str, arguments: dict[str, Any]) -> None:
+        calls.append(method)
+        if method == "start" and arguments["operation"] == "stage" and not asked:
+            asked.append(service.request(action, argument))
+
+    site.port.after = ask
+    site.world.train(2)
+    service.start()
+    wait_until(lambda: asked)
+    assert asked[0].result(WAIT)["served"]["version"] == left
+    assert "commit" not in calls
+    assert receiver.served_version == left
+    service.request("release").result(WAIT)
+    service.request("target", "head").result(WAIT)
+    wait_until(lambda: receiver.served_version == 2)
+    site.world.expect_exact()
+
+
 @pytest.mark.parametrize("policy", ["follow", "manual"])
 def test_server_that_follows_nothing_still_looks_for_other_writers(site: Site, policy: str) -> None:
     world = site.world

@@ -135,12 +135,18 @@ class Receiver:
 
     # Following
 
-    def advance(self, version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
+    def advance(
+        self,
+        version: int | None = None,
+        until: Callable[[], bool] = lambda: False,
+        overruled: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Bring the engine to a version in as few commits as possible.
 
         Args:
             version: None means the version that the setting ``target`` names.
             until: checked between two commits; if True, the rest waits for the next call.
+            overruled: see ``WeightUpdater.commit_next``; True only if ``until`` is.
 
         Raises:
             DeltaSyncError: the first failure; ``served_version`` says what is served then.
@@ -170,7 +176,7 @@ class Receiver:
                 if self.served_version is None or (self.served_version < target and not stays):
                     self.history.check_fresh()
                 while self.served_version is None or (self.served_version < target and not stays and not until()):
-                    self._updater.commit_next(position, target)
+                    self._updater.commit_next(position, target, overruled)
                     position = self._served_position() or position
                 if version is None:
                     self._check_served_in_bucket()

@@ -24,6 +24,8 @@ NOTICE_WAIT_SECONDS = 0.5
 MIN_POLL_SECONDS = 0.02
 MOVING = ("sync", "release", "target")
 """Requests after which a version may be served that would not come by itself."""
+OVERRULING = ("hold", "rollback", "target")
+"""Requests before which a version that is only staged must not be served."""
 STOPPED = "following has stopped, so this request was not carried out"
 END_HEARTBEAT_SECONDS = 5.0
 """Longest delay of this process's exit for the last heartbeat."""
@@ -50,6 +52,8 @@ class ReceiverService:
             self.receiver.board.export_metrics()
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
+        # Set before such a request is queued, so that the thread never misses one that is.
+        self._overruled = threading.Event()
         self._wake = threading.Event()
         self._stop = threading.Event()
         # Written by one thread each: the newest notice by ``_listen``, the newest one handled by ``_follow``.
@@ -115,6 +119,8 @@ class ReceiverService:
         future: Future[Any] = Future()
         if action in MOVING:
             self.receiver.board.add_request(future)
+        if action in OVERRULING:
+            self._overruled.set()
         self._requests.put((action, argument, future))
         self._wake.set()
         if self._stop.is_set():
@@ -200,7 +206,7 @@ class ReceiverService:
             if receiver.can_repair and follows:
                 receiver.repair()
             elif receiver.has_pending_order or (follows and (served is None or not receiver.board.holding)):
-                receiver.advance(until=self._has_requests)
+                receiver.advance(until=self._has_requests, overruled=self._is_overruled)
             elif not follows and not receiver.can_repair:
                 receiver.observe()
             elif served is not None:
@@ -222,6 +228,9 @@ class ReceiverService:
         self._notify_heartbeat()
         return not self._requests.empty()
 
+    def _is_overruled(self) -> bool:
+        return self._overruled.is_set() and not self._requests.empty()
+
     def _notify_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.notify()
@@ -238,6 +247,7 @@ class ReceiverService:
         self._throttle.warn(text, without_numbers(text))
 
     def _serve_requests(self) -> None:
+        self._overruled.clear()
         while True:
             try:
                 action, argument, future = self._requests.get_nowait()

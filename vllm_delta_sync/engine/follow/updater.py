@@ -3,7 +3,7 @@
 Each change is one log line.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
@@ -195,11 +195,14 @@ class WeightUpdater:
         if not all(rank.confirmed for rank in ranks):
             self._confirm()
 
-    def commit_next(self, position: WeightPosition | None, target: int) -> None:
+    def commit_next(
+        self, position: WeightPosition | None, target: int, overruled: Callable[[], bool] = lambda: False
+    ) -> None:
         """Stage and commit the next part of the update to a version; all of it, if the version is older.
 
         Args:
             position: what the ranks hold; None means weights that are no known version.
+            overruled: checked once it is staged. If True, it is not committed, unless no version is served yet.
         """
         if not self._confirmed:
             self._confirm()
@@ -222,6 +225,9 @@ class WeightUpdater:
                 fatal = isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)
                 if self._board.invalidated or fatal or not self._planner.feedback.exclude(plan, error):
                     raise
+        if self._board.served is not None and overruled():
+            logger.info("version %d is staged and not served: another order came meanwhile", plan.target.version)
+            return
         timings = self._commit(plan, position, staged)
         if timings is not None:
             self._committed(plan, timings, elements)
