@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,9 @@ class Site:
         self.services.append(service)
         advance = service.receiver.advance
 
-        def counted(version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
+        def counted(*arguments: Any, **named: Any) -> None:
             self.looks += 1
-            advance(version, until)
+            advance(*arguments, **named)
 
         service.receiver.advance = counted  # type: ignore[method-assign]
         service.start()
