@@ -81,6 +81,7 @@ def layers(draw: st.DrawFn) -> Layer:
         Layer("negated", [(a, b)], (a, b), lambda m, n, t: m.copy_(torch.neg(t.float()).to(t.dtype)), False),
         Layer("through float", [(a, b)], (a, b), lambda m, n, t: m.copy_(t.double().to(t.dtype)), False),
         Layer("flipped", [(a, b)], (a, b), lambda m, n, t: m.copy_(t.flip(0)), False),
+        Layer("changed, then copied", [(a, b)], (a, b), lambda m, n, t: m.copy_(t.zero_()), False),
         Layer("added", [(a, b)], (a, b), lambda m, n, t: (m.zero_(), m.add_(t)), False),
         Layer("by out=", [(a, b)], (a, b), lambda m, n, t: torch.cat([t], out=m), False),
         Layer("concatenated first", [(a, b)], (2 * a, b), lambda m, n, t: m.copy_(torch.cat([t, t])), False),

@@ -182,6 +182,8 @@ class _LoadRecorder(TorchDispatchMode):
         target = self._targets.get(tensor.untyped_storage()._cdata)
         if target is None:
             if tensors:
+                # A tensor of the checkpoint that the loader changes before it copies it is no longer that tensor.
+                self._sources.pop(tensor.untyped_storage()._cdata, None)
                 self._add_sources(tensor, tensors)
             if tensor.untyped_storage()._cdata in self._shared_storages:
                 self.trace.shared |= tensors
