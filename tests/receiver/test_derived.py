@@ -20,6 +20,7 @@ from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel, c
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
+from vllm_delta_sync.engine.compat import load_hook
 from vllm_delta_sync.engine.compat.load_hook import is_runtime_state
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -478,6 +479,46 @@ def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> 
 
     world.record.process = reaching
     assert "write to the model itself" in world.expect_fails("model").message
+
+
+def doubled(model: Any) -> None:
+    model.body.double = model.body.qkv.data * 2
+
+
+def test_what_one_module_makes_for_another_is_refused_by_name_if_it_cannot_be_made_again(tmp_path: Path) -> None:
+    """A repeated step works on the modules that hold what was made."""
+
+    def for_another(model: Any, paths: Iterable[str] | None) -> None:
+        finish(model, paths)
+        if paths is None:
+            doubled(model)
+
+    error = serve(tmp_path, for_another).expect_fails("model")
+    assert re.search(r"tensor '.*' is not patched by address .* does not give body\.double", error.message)
+
+
+class Finishing(Worked):
+    """As DeepSeek-V4: a step of the model as a whole, which adds up a weight of its first layer."""
+
+    def process_weights_after_loading(self) -> None:
+        self.latent.finish()
+        doubled(self)
+
+
+def test_the_step_of_a_model_as_a_whole_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader import base_loader, utils
+
+    steps: list[Process] = []
+    monkeypatch.setattr(load_hook, "record_load", lambda model, step, _: steps.append(step))
+    monkeypatch.setattr(base_loader, "process_weights_after_loading", utils.process_weights_after_loading)
+    load_hook.watch_loading()
+    config = SimpleNamespace(dtype=torch.bfloat16, quantization=None, word_embeddings_untied_by_checkpoint=False)
+    base_loader.process_weights_after_loading(nn.Module(), config, torch.device("cpu"))
+    world = serve(tmp_path, steps[0], kind=Finishing)
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
 
 
 # A checkpoint in fp8 with block scales, in its own bits, and as kernels have it after loading

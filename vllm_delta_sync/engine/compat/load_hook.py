@@ -14,7 +14,8 @@ class _ModuleSubset:
 
     def __init__(self, model: Any, paths: Iterable[str]) -> None:
         self._model, self._paths = model, list(paths)
-        if "" in self._paths and hasattr(model, "process_weights_after_loading"):
+        # It may work on any of the model's modules.
+        if hasattr(model, "process_weights_after_loading"):
             self.process_weights_after_loading = model.process_weights_after_loading
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -74,6 +74,7 @@ def _join_records(skeleton: ModelWithDraft, records: dict[str, LoadRecord]) -> L
     joined = LoadRecord(skeleton, process, is_runtime_state=records[MODEL].is_runtime_state)
     for part, record in records.items():
         joined.changed |= {_path(part, path): {_inside(part, at) for at in of} for path, of in record.changed.items()}
+        joined.made |= {_inside(part, at) for at in record.made}
         joined.initial |= {_inside(part, at): tensor for at, tensor in record.initial.items()}
         joined.live |= {_inside(part, at): tensor for at, tensor in record.live.items()}
         joined.numbers |= {_inside(part, at): value for at, value in record.numbers.items()}

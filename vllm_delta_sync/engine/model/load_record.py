@@ -35,6 +35,7 @@ class LoadRecord:
     Attributes:
         skeleton: the model as the loader left it, on the meta device.
         changed: path of each module in which the step left new tensors or numbers → the tensors they were made of.
+        made: these new tensors.
         process: the step after loading, for modules of a replica.
         initial: copies of small tensors from before the step.
         live: weak references to where each tensor of the skeleton's modules is now; under its former path too, if the
@@ -48,6 +49,7 @@ class LoadRecord:
     skeleton: Any
     process: Process
     changed: dict[str, set[TensorPath]] = field(default_factory=dict)
+    made: set[TensorPath] = field(default_factory=set)
     initial: dict[TensorPath, torch.Tensor] = field(default_factory=dict)
     live: dict[TensorPath, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     opaque_operations: list[str] = field(default_factory=list)
@@ -201,6 +203,7 @@ def record_load(
         found.setdefault(place, tensor)
         if place not in kept and provenance.derived_from.get(place):
             derived_from[path] = derived_from.get(path, NO_STORAGES) | provenance.derived_from[place]
+            record.made.add((path, name))
     for at, seen in before.items():
         if seen.storage in kept and seen.storage in found:
             record.live.setdefault(at, weakref.ref(found[seen.storage]))

@@ -8,7 +8,7 @@ must give the model's weights bit for bit, otherwise the model is refused.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,19 @@ class LoaderReplay:
             size += size_of_scope
         if batch:
             yield from self._load(batch, bits)
+
+    def check_all_made(self, scopes: Sequence[ReloadScope], reloaded: Set[TensorPath]) -> None:
+        """Raise ModelError if the model holds a tensor that was made after loading and was not reloaded."""
+        index = _ScopeIndex(scopes, self._targets)
+        for path, name in sorted(set() if self.record is None else self.record.made - reloaded):
+            live, numbers = self.live.get((path, name)), index.scopes_holding(path, name)
+            if numbers and live is not None and live.numel() and not live.is_meta:
+                scope = scopes[numbers[0]]
+                raise ModelError(
+                    f"tensor {self.table[scope.tensors[0]].name!r} is not patched by address ({scope.reason}), and "
+                    f"reloading it beside the model does not give {dotted_path((path, name))}, which was computed from "
+                    "it after loading and would go stale"
+                )
 
     def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
         meta_leaf = MetaLeaf(self._skeleton)
@@ -377,12 +390,15 @@ class ReloadUnits:
                 host_copy = flat.view(SIGNED[spec.element.itemsize])
                 destinations.append(Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy))
             found.units.append(unit)
+        reloaded: set[TensorPath] = set()
         for unit, (_, replayed) in zip(found.units, replay.load(scopes, bits), strict=True):
+            reloaded |= replayed.tensors.keys()
             unit.outputs = _find_outputs(unit, replay, destinations, replayed.tensors)
             live = replay.numbers
             unit.numbers = {
                 at: value for at, value in replayed.numbers.items() if at in live and _same_number(live[at], value)
             }
+        replay.check_all_made(scopes, reloaded)
         return found
 
     @property
