@@ -481,6 +481,37 @@ def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> 
     assert "write to the model itself" in world.expect_fails("model").message
 
 
+class Twinned(Worked):
+    """As the attention of Kimi K3: a loader fills a second buffer too, unless its parameter has no data."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        twin = torch.zeros(WIDTH)
+        self.register_buffer("twin", twin, persistent=False)
+
+        def load(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+            parameter.data.copy_(tensor)
+            if not parameter.is_meta:
+                twin.copy_(parameter.data * 2)
+
+        self.gain.weight_loader = load  # type: ignore[attr-defined]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "model.norm.weight":
+                self.gain.weight_loader(self.gain, tensor)  # type: ignore[attr-defined]
+            else:
+                super().load_weights([(name, tensor)])
+
+
+def test_what_a_loader_fills_only_where_there_is_data_is_filled_again(tmp_path: Path) -> None:
+    world = serve(tmp_path, kind=Twinned)
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+
+
 def doubled(model: Any) -> None:
     model.body.double = model.body.qkv.data * 2
 

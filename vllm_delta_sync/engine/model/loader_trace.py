@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
@@ -237,6 +238,16 @@ class _LoadRecorder(TorchDispatchMode):
                 self.trace.kept[path, name] = tensors
 
 
+IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class _HideMeta(TorchFunctionMode):
+    """Lets no tensor say that it has no data: some loaders fill less memory then than they fill in a real load."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func == IS_META else func(*args, **(kwargs or {}))
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
@@ -270,7 +281,7 @@ def trace_loader(replica: LoadableModel | ModelWithDraft, table: TensorTable) ->
     """
     recorder = _LoadRecorder(table, replica)
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _HideMeta(), recorder:
             load_weights(replica, recorder.weights)
     except Exception as error:  # the loader is code of the model and may raise anything
         # torch's errors about tensors without data mention the meta device, and have no class of their own.

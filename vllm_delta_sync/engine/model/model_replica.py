@@ -1,9 +1,10 @@
 """``replicate`` copies a model's structure with other tensors in it, so that its loader can run without side effects.
 
 A loader may do anything to its module: replace parameters, collect tensors in lists, set attributes. Tracing and
-reloading therefore run the loader on a replica. ``replicate`` copies modules and the plain objects attached to them one
-by one, and keeps the references among them. It shares code, configuration values, library handles, everything of vLLM's
-distributed package, and every object that cleans up after itself (``__del__``).
+reloading therefore run the loader on a replica. ``replicate`` copies modules, the plain objects attached to them, and
+functions with tensors or modules in their closures, one by one, and keeps the references among them. It shares other
+code, configuration values, library handles, everything of vLLM's distributed package, and every object that cleans up
+after itself (``__del__``).
 """
 
 import enum
@@ -11,7 +12,7 @@ import functools
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -200,6 +201,8 @@ class _Copier:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value) if is_plain(value) else value
+        if kind is types.FunctionType:
+            return self._function(value)
         if kind is types.MethodType:
             return types.MethodType(value.__func__, self.copy(value.__self__))
         if kind is functools.partial:
@@ -218,6 +221,31 @@ class _Copier:
         self._copies[id(value)] = copied
         self._originals.append(value)
         return copied
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        """Copy a function with tensors or modules in its closure, as weight loaders have some; share any other one."""
+        self._keep(function, function)
+        before = function.__closure__ or ()
+        cells = tuple(map(self._cell, before))
+        if all(cell is old for cell, old in zip(cells, before, strict=True)):
+            return function
+        made = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
+        made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+        made.__dict__.update(function.__dict__)
+        return cast(types.FunctionType, self._keep(function, made))
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a name that was never set
+            return cell
+        if not isinstance(content, torch.Tensor | torch.nn.Module | types.FunctionType):
+            return cell
+        copied = self.copy(content)
+        return cell if copied is content else types.CellType(copied)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         copied = self._leaf(tensor)
