@@ -3,11 +3,13 @@ were changed from outside; or refused by name where nothing shows what they are.
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +24,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.compat import load_hook
 from vllm_delta_sync.engine.compat.load_hook import is_runtime_state
+from vllm_delta_sync.engine.compat.speculation import folder_of
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model import load_record
@@ -217,6 +220,21 @@ def test_without_what_it_was_loaded_from_it_is_refused_by_name(tmp_path: Path) -
     error = world.expect_fails("model")
     assert any(name in error.message for name in DERIVED)
     assert "nowhere" in error.message
+
+
+def test_of_a_public_model_the_revision_that_was_loaded_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the Hub's cache, which has no revision main of it."""
+    world, commit, cached = WorkedWorld(tmp_path), "a" * 40, tmp_path / "hub" / "models--org--model"
+    shutil.copytree(world.folder, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "old").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    world.port.ranks[0].folder = folder_of(SimpleNamespace(model="org/model", revision="old"))
+    world.receiver.advance()
+    assert world.receiver.served_version == 0
 
 
 def test_other_weights_than_those_of_the_folder_are_refused_by_name(tmp_path: Path) -> None:

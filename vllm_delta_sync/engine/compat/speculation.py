@@ -57,13 +57,20 @@ def draft_of(worker: Any) -> Draft | None:
             f"this rank drafts with {type(drafting).__name__}, which has no model that can be loaded again: its "
             "weights would go stale; use another method for --speculative-config, or leave it out"
         )
-    folder, served = speculative.draft_model_config.model, speculative.target_model_config.model
-    return Draft(model, folder, not same_folder(folder, served), str(speculative.method) != OWN_MODEL)
+    config, served = speculative.draft_model_config, speculative.target_model_config.model
+    own_checkpoint, is_head = not same_folder(config.model, served), str(speculative.method) != OWN_MODEL
+    return Draft(model, folder_of(config), own_checkpoint, is_head)
 
 
 def is_draft(model_config: Any) -> bool:
     """Return whether a ``ModelConfig`` of vLLM is that of a draft."""
     return getattr(model_config, "runner", None) == "draft"
+
+
+def folder_of(model_config: Any) -> str:
+    """Return what a ``ModelConfig`` of vLLM loads from: a folder, or a public model with the revision that was set."""
+    model, revision = str(model_config.model), model_config.revision
+    return model if revision is None or Path(model).exists() else f"{model}@{revision}"
 
 
 def same_folder(first: str, second: str) -> bool:

@@ -24,7 +24,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
+from vllm_delta_sync.tensors.checkpoint import Checkpoint, names_model, resolve_base
 from vllm_delta_sync.trust import Keyring
 
 
@@ -90,7 +90,8 @@ def load_time_bits(
     The caller must prove that the bits are right.
 
     Args:
-        folders: "" → model folder; a prefix → folder of the tensors whose names begin with it, and have none there.
+        folders: "" → model folder, or a public model; a prefix → that of the tensors whose names begin with it, and
+            have none there.
 
     Returns:
         tensor id → (numel,) bits, each an array that the caller may keep.
@@ -132,8 +133,8 @@ def _from_folders(folders: Mapping[str, str], specs: dict[int, TensorSpec]) -> d
 
 def _from_folder(folder: str, prefix: str, specs: dict[int, TensorSpec]) -> dict[int, Bits]:
     try:
-        path = Path(folder)
-        checkpoint = Checkpoint(path if path.is_dir() else resolve_base(f"{folder}@main").path)
+        named = folder if names_model(folder) or Path(folder).is_dir() else f"{folder}@main"
+        checkpoint = Checkpoint(resolve_base(named).path)
     except DeltaSyncError as error:
         raise ModelError(
             f"tensor {next(iter(specs.values())).name!r} cannot be read back from memory, and the model folder cannot "

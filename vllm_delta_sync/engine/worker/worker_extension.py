@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import patches, write_hooks
-from vllm_delta_sync.engine.compat.speculation import draft_of
+from vllm_delta_sync.engine.compat.speculation import draft_of, folder_of
 from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import load_record_of
@@ -50,7 +50,7 @@ class WorkerExtension:
             self.delta_sync_receiver = RankWorker(
                 model,
                 self.rank,  # type: ignore[attr-defined]
-                config.model,
+                folder_of(config),
                 self._delta_sync_memory(),
                 TiedHead(config),
                 draft_of(self),
