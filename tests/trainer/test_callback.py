@@ -132,24 +132,31 @@ def test_a_run_that_a_resumed_training_begins_has_its_step(model: PreTrainedMode
 
 
 @pytest.mark.slow
-def test_what_training_puts_back_is_published_last(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
-    """With load_best_model_at_end the weights change once more, to those of an earlier step."""
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_training_puts_back_is_published_last(
+    is_saved: bool, model: PreTrainedModel, url: str, tmp_path: Path
+) -> None:
+    """With load_best_model_at_end the weights change once more, to those of a checkpoint, if not of the best step."""
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback)
-    worst = {
+    given = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
-        "greater_is_better": True,
+        "greater_is_better": is_saved,
         "eval_strategy": "steps",
         "eval_steps": 1,
         "save_strategy": "steps",
-        "save_steps": 1,
+        "save_steps": 1 if is_saved else 2,
     }
-    trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=3, **worst)
+    trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=9, **given)
+    seen.at[3] = lambda: setattr(trainer.control, "should_training_stop", True)
     trainer.train()
-    assert trainer.state.best_global_step < 3
-    assert steps_of(open_run(url)) == [1, 2, 3, trainer.state.best_global_step]
-    assert_holds(open_run(url), 4, seen.weights[trainer.state.best_global_step])
+    best = trainer.state.best_global_step
+    assert best is not None
+    assert (best < 3) == is_saved
+    restored = best if is_saved else 2
+    assert steps_of(open_run(url)) == [1, 2, 3, restored]
+    assert_holds(open_run(url), 4, seen.weights[restored])
 
 
 def test_a_failure_is_logged_and_made_up_for(

@@ -138,10 +138,11 @@ class DeltaSyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step = state.global_step
-        best = state.best_global_step if args.load_best_model_at_end and state.best_model_checkpoint else None
-        if best is not None and best != step:
-            # The Trainer has restored the best weights.
-            step, self._last_step = best, None
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            # The Trainer has restored the weights of this checkpoint. The best step may have had none.
+            best = int(state.best_model_checkpoint.rpartition("-")[2])
+            if best != step:
+                step, self._last_step = best, None
         self._training.reports.trainer = None
         self._settle(step)
         try:
