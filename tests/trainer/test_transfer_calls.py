@@ -300,3 +300,16 @@ def test_a_training_that_fails_leaves_no_handler_of_sigterm(transfer: DeltaWeigh
     with pytest.raises(RuntimeError, match="training has failed"):
         training()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_beginning_that_fails_before_trl_calls_leaves_the_next_one_to_open(
+    transfer: DeltaWeightTransfer, url: str, weights: Weights
+) -> None:
+    """A callback behind this one has failed, and the training is begun again, as in a notebook."""
+    for fails in (True, False):
+        transfer.callback.on_train_begin(None, None, None, model=weights.model)
+        if not fails:
+            transfer.init_weight_transfer()
+            transfer.send_weights(weights.stream())
+        transfer.destroy()
+    assert steps_of(open_run(url)) == [1]

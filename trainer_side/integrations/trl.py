@@ -214,6 +214,7 @@ class DeltaWeightTransfer:
     def _close(self) -> None:
         """Do ``destroy`` while the other processes wait."""
         self.let_merge()
+        self.callback.opened = False  # TRL's own call never came, if training has ended at its beginning
         if sys.exc_info()[1] is not None and id(sys.exc_info()[1]) != self._handled:
             self._close_logging_errors()
             return
