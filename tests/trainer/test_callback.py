@@ -1,5 +1,6 @@
 """``DeltaSyncCallback`` in real Trainers: what is published when, what becomes of failures, and what loggers get."""
 
+import copy
 import logging
 import re
 import subprocess
@@ -55,7 +56,8 @@ def model() -> PreTrainedModel:
 
 
 def test_each_kth_step_and_the_last_are_published(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
-    callback = DeltaSyncCallback(bucket=url, every=2)
+    # Searches for hyperparameters copy a Trainer, and with it the callback.
+    callback = copy.deepcopy(DeltaSyncCallback(bucket=url, every=2))
     seen = Settled(callback)
     trainer_of(model, tmp_path, [callback, seen], max_steps=5).train()
     run = open_run(url)

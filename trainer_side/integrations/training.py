@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -59,7 +59,7 @@ class MetricReporter:
 
     def __init__(self) -> None:
         self.trainer: Any = None
-        self._ended: SimpleQueue[PublishResult] = SimpleQueue()
+        self._ended: deque[PublishResult] = deque()  # filled by the publisher's thread; can be copied and pickled
         self._skipped = 0
         self._skipped_before: dict[int, int] = {}
         self._failure: str | None = None
@@ -76,7 +76,7 @@ class MetricReporter:
         given, ended = options.get("on_version"), self._ended
 
         def on_version(result: PublishResult) -> None:
-            ended.put(result)
+            ended.append(result)
             if given is not None:
                 given(result)
 
@@ -91,11 +91,8 @@ class MetricReporter:
 
     def report(self) -> None:
         """Log the versions that have become durable. The publisher's next call raises the error of one that failed."""
-        while True:
-            try:
-                result = self._ended.get_nowait()
-            except Empty:
-                return
+        while self._ended:
+            result = self._ended.popleft()
             if not result.failed:
                 self._report(result)
 
