@@ -278,14 +278,15 @@ class Deadline:
 
     Args:
         seconds: how far away; None, infinity, or more than a lock can wait (292 years) means that it never comes.
+        name: of the argument that gives it.
 
     Raises:
         UsageError: it is no number.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, name: str = "timeout") -> None:
         if seconds is not None and (not isinstance(seconds, int | float) or math.isnan(seconds)):
-            raise UsageError(f"timeout is {seconds!r}; give a number of seconds, or None for no limit")
+            raise UsageError(f"{name} is {seconds!r}; give a number of seconds, or None for no limit")
         self._seconds = None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
         self._end = math.inf if self._seconds is None else time.monotonic() + self._seconds
 

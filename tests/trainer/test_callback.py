@@ -264,7 +264,10 @@ def test_an_interrupt_leaves_what_the_scope_or_the_next_training_closes(
 
 @pytest.mark.parametrize(
     "options",
-    [*({"every": every} for every in (0, -1, 1.5, True, "2")), {"codecs": 1}, {"model": 1}, {"bucket_url": 1}],
+    [
+        *({"every": every} for every in (0, -1, 1.5, True, "2")),
+        *({"codecs": 1}, {"model": 1}, {"bucket_url": 1}, {"close_seconds": "600"}, {"grace_seconds": "25"}),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):

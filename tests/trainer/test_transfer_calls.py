@@ -134,6 +134,7 @@ def test_without_a_trainer_sends_are_counted_and_a_run_is_gone_on_with(
         ({"wait_served": 0}, "wait_served is 0"),
         ({"wait_served": "30"}, "wait_served is '30'"),
         ({"replicas": 0}, "replicas is 0"),
+        ({"send_seconds": "300"}, "send_seconds is '300'; give a number of seconds"),
         ({"base": None}, "base is missing"),
         ({"adapter": True}, "base= is given with adapter=True"),
         ({"base": None, "adapter": "math", "rename": {"a.": ""}}, "rename= is given with adapter='math'"),

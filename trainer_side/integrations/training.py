@@ -10,7 +10,6 @@ import math
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -144,7 +143,7 @@ class StopSignal:
 
     def __init__(self, seconds: float = GRACE_SECONDS) -> None:
         self._seconds = seconds
-        self._came_at: float | None = None
+        self._end: Deadline | None = None  # from the signal on
         self._before: Any = None  # as ``signal.getsignal`` returns it
         self._installed = False
         self._group: distributed.ProcessGroup | None = None
@@ -158,8 +157,8 @@ class StopSignal:
                 self._installed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._installed and self._came_at is None:
-            self._came_at = time.monotonic()
+        if self._installed and self._end is None:
+            self._end = Deadline(self._seconds)
         # Once this is closed, a handler that was installed later may still call it, or have put it back.
         if callable(self._before) and not (self._installed and self._before is signal.default_int_handler):
             self._before(number, frame)
@@ -173,12 +172,12 @@ class StopSignal:
         With several ranks it answers what was known at the call before, so that no rank waits for another.
         """
         if self._group is None:
-            return self._came_at is not None
+            return self._end is not None
         vote, wanted = self._vote, False
         if vote is not None:
             vote[0].wait()
             wanted = bool(vote[1].item())
-        flag = torch.tensor([int(self._came_at is not None)], dtype=torch.int32, device="cpu")
+        flag = torch.tensor([int(self._end is not None)], dtype=torch.int32, device="cpu")
         work = distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self._group, async_op=True)
         self._vote = None if work is None else (work, flag)
         return wanted
@@ -186,7 +185,8 @@ class StopSignal:
     @property
     def left(self) -> float:
         """Seconds that this process may still work; without a signal, no limit."""
-        return float("inf") if self._came_at is None else max(0.0, self._came_at + self._seconds - time.monotonic())
+        left = None if self._end is None else self._end.left
+        return math.inf if left is None else left
 
     def close(self) -> None:
         """Put the former handler back."""
@@ -223,6 +223,9 @@ class TrainingPublisher:
         always_raised: tuple[type[DeltaSyncError], ...] = (),
     ) -> None:
         PublisherOptions(bucket, **options)
+        # An error of these would come at the end only, and lose the last weights.
+        Deadline(close_seconds, "close_seconds")
+        Deadline(grace_seconds, "grace_seconds")
         self._bucket, self._options = bucket, options
         self._raised = (DeltaSyncError,) if stop_on_error else always_raised
         self._close_seconds, self._grace_seconds = close_seconds, grace_seconds

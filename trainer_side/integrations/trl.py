@@ -18,6 +18,7 @@ from trainer_side.integrations.transformers import DeltaSyncCallback
 from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.ranks.group import in_world
+from trainer_side.result import Deadline
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, PublishTimeoutError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
@@ -94,6 +95,7 @@ class DeltaWeightTransfer:
             raise UsageError(f"wait_served is {wait_served!r}; give a number of seconds above 0, or None")
         if type(replicas) is not int or replicas < 1:
             raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
+        Deadline(send_seconds, "send_seconds")
         check_adapter_options(adapter, {**options, "base": base} if base is not None else options)
         if base is None and not adapter:
             raise UsageError("base is missing; give the checkpoint that training and servers start from")
