@@ -26,7 +26,8 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
     """Return a publisher of one adapter's tensors; each ``publish`` reads their values at that moment.
 
     An adapter whose tensors are sharded (FSDP2, ZeRO-3) is published by all ranks of the world together: each calls
-    this, and the publisher's methods, at the same points of the program (docs/sharded.md).
+    this, and the publisher's methods, at the same points of the program (docs/sharded.md). Otherwise one rank calls
+    it, also if the model is wrapped in DistributedDataParallel.
 
     Args:
         model: a ``peft.PeftModel``; wrappers such as DistributedDataParallel may be around it.
