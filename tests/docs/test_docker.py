@@ -16,7 +16,7 @@ from tests.support.compose import FOLDER, documents, services
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.admin_token import AdminToken
 from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name
+from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name, load_settings
 
 ROOT = FOLDER.parent
 DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
@@ -257,3 +257,17 @@ def test_environment_of_a_pod_is_read() -> None:
     }
     fields = {name.removeprefix("DELTA_SYNC_").lower(): value for name, value in environment.items() if "SYNC" in name}
     assert Settings(**fields).receiver_id == "a-pods-name"  # type: ignore[arg-type]
+
+
+def test_what_kubernetes_says_of_services_is_not_taken_for_settings() -> None:
+    """A pod gets variables named after each Service of its namespace, unless it declines them."""
+    named = [
+        document["metadata"]["name"].upper().replace("-", "_")
+        for path in MANIFESTS
+        for document in documents(path)
+        if document["kind"] == "Service"
+    ]
+    assert named
+    for pod in pods():
+        links = {} if pod.get("enableServiceLinks") is False else {f"{name}_SERVICE_HOST": "10.0.0.1" for name in named}
+        load_settings({"bucket": "/run"}, links)
