@@ -354,6 +354,11 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         (f"log --bucket {GOLDEN}", ">/dev/full", 4, "the output cannot be written"),
         ("log --help", ">/dev/full", 4, "the output cannot be written"),
         ("--version", ">/dev/full", 4, "the output cannot be written"),
+        # As they go on.
+        (f"doctor --read-only --bytes 0 --bucket {GOLDEN}", ">/dev/full", 4, "the output cannot be written"),
+        ("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", ">/dev/full", 4, "cannot be written"),
+        (f"log --bucket {GOLDEN}", ">/dev/full 2>&1", 4, ""),
+        ("log --bucket /nowhere", "2>/dev/full", 3, ""),
         ("log --help", ">&-", 0, ""),
         (f"log --bucket {GOLDEN}", ">&-", 0, ""),
         (f"log --bucket {GOLDEN}", "2>&-", 0, ""),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import RUN, as_finding, bucket_url, byte_count, keyring_of
 from vllm_delta_sync.cli.command import Report, command, option
-from vllm_delta_sync.cli.text import clean
+from vllm_delta_sync.cli.text import clean, writing
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.settings import check_bucket
@@ -83,7 +83,8 @@ def doctor(options: argparse.Namespace) -> Report:
 def _print_finding(finding: "CheckResult") -> None:
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     mark = (MARKS if encoding == "utf8" else PLAIN_MARKS)[finding.verdict]
-    print(clean(f"{mark} {finding.check.ljust(_WIDTH)}  {finding.summary}"), flush=True)
+    with writing():
+        print(clean(f"{mark} {finding.check.ljust(_WIDTH)}  {finding.summary}"))
 
 
 def _print_remedies(findings: "list[CheckResult]") -> None:

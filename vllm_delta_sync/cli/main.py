@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from inspect import getdoc
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from vllm_delta_sync import __version__
 from vllm_delta_sync.cli import (
@@ -44,7 +44,7 @@ from vllm_delta_sync.cli import (
 from vllm_delta_sync.cli.arguments import FLAGS
 from vllm_delta_sync.cli.command import Report
 from vllm_delta_sync.cli.serve import before_dashes, split_serve
-from vllm_delta_sync.cli.text import print_error, print_json
+from vllm_delta_sync.cli.text import OutputError, discard_output, print_error, print_json
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UsageError
 from vllm_delta_sync.settings import client_settings
 
@@ -209,13 +209,6 @@ def check_working_folder() -> None:
         raise UsageError("the folder in which the command runs was removed; change to one that exists") from error
 
 
-def discard_output(*streams: TextIO) -> None:
-    """Write to nowhere what is printed to streams, by default both: Python would report a failure again at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams or (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-
-
 def main() -> int:
     """Ship weight changes from a trainer to running vLLM servers, through a bucket.
 
@@ -258,3 +251,7 @@ def main() -> int:
         # A command that reports as it goes on: not done, so not 0.
         discard_output()
         return CLOSED_PIPE
+    except OutputError as error:
+        failed = _unwritable(error)
+        print_error(failed)
+        return failed.exit_code

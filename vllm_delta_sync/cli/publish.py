@@ -207,4 +207,4 @@ def _print(document: dict[str, Any]) -> None:
             changed = f"{percent(document['changed'], document['total'])} changed"
         text = f"version {version} (step {step}), {changed}, {size(document['payload_bytes'])}"
         text += f", {document['seconds']:.1f} s"
-    print(clean(f"{name}: {text}"), flush=True)
+    print(clean(f"{name}: {text}"))

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.cli.arguments import RUN, VERSION, interval, opened, version
 from vllm_delta_sync.cli.command import Command, Option, Report, option
-from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_error, print_fields, size
+from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_error, print_fields, size, writing
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.server_client import (
@@ -90,7 +90,8 @@ def _order(options: argparse.Namespace) -> Report:
             first = first or error
             rows.append({"server": url, "error": pick(error, "kind message")})
         if not options.json:
-            _print_outcome(options.command, url, outcome)
+            with writing():
+                _print_outcome(options.command, url, outcome)
     return Report({"servers": rows}, lambda _: None, first)
 
 
@@ -135,7 +136,7 @@ def _print_outcome(command: str, url: str, outcome: Reply | DeltaSyncError) -> N
     elif command == "status":
         _print_status(url, outcome.server_status)
     else:
-        print(clean(f"{url}: {DONE[command]}; {_summary(outcome)}"), flush=True)
+        print(clean(f"{url}: {DONE[command]}; {_summary(outcome)}"))
 
 
 def _summary(reply: Reply) -> str:
@@ -178,7 +179,7 @@ def _print_status(url: str, status: ServerStatus) -> None:
             for commit in status.recent[-RECENT:]
         ]
         print_columns(titles, cells)
-    print(flush=True)
+    print()
 
 
 def _version(point: VersionPoint | None) -> str:

@@ -5,15 +5,21 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TextIO
 
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.units import rounded
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+class OutputError(OSError):
+    """Standard output cannot be written, as on a full disk."""
 
 
 def clean(text: object) -> str:
@@ -43,17 +49,47 @@ def print_json(command: str | None, data: dict[str, Any] | None, error: DeltaSyn
 
 
 def print_event(options: argparse.Namespace, data: dict[str, Any], show: Callable[[], object]) -> None:
-    """Print one event of a command that runs until it is interrupted: a line of JSON, or what ``show`` prints."""
-    if options.json:
-        print_json(options.command, data)
-    else:
-        show()
+    """Print one event of a command that runs until it is interrupted: a line of JSON, or what ``show`` prints.
+
+    Raises:
+        OSError: as ``writing``.
+    """
+    with writing():
+        if options.json:
+            print_json(options.command, data)
+        else:
+            show()
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Print at once what the block prints, while the command goes on.
+
+    Raises:
+        OutputError: it cannot be written. BrokenPipeError: its reader has gone.
+    """
+    try:
+        yield
         sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(*error.args) from error
 
 
 def print_error(error: DeltaSyncError) -> None:
-    """Print an error as one line on stderr."""
-    print(clean(f"delta-sync: {error.kind}: {error.message}"), file=sys.stderr, flush=True)
+    """Print an error as one line on stderr. Where that cannot be written, the exit code has to do."""
+    try:
+        print(clean(f"delta-sync: {error.kind}: {error.message}"), file=sys.stderr, flush=True)
+    except OSError:
+        discard_output(sys.stderr)
+
+
+def discard_output(*streams: TextIO) -> None:
+    """Write to nowhere what is printed to streams, by default both: Python would report a failure again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams or (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
 
 
 def size(count: int) -> str:
