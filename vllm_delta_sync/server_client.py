@@ -195,12 +195,12 @@ def check_server_url(url: str) -> None:
     """Raise UsageError unless ``url`` is an http or https URL without credentials."""
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        host, port = parts.hostname, parts.port
         # As a connection would write it: an empty or too long label of a name is an error there.
         (host or "").encode("idna")
     except ValueError as error:
         raise UsageError(f"server URL {url[:200]!r} is not valid: {error}") from error
-    if parts.scheme not in ("http", "https") or not host or not url.isascii() or " " in url:
+    if parts.scheme not in ("http", "https") or not host or port == 0 or not url.isascii() or " " in url:
         raise UsageError(f"server URL {url[:200]!r} is not valid; write it like http://host:8000")
     if public_url(url) != url or parts.username is not None:
         raise UsageError(f"server URL {url[:200]!r} has a user, a password, a query or a fragment; leave them out")

@@ -309,6 +309,7 @@ def test_what_a_server_says_is_harmless() -> None:
             "http://",
             "http://[x",
             "http://x:99999",
+            "http://127.0.0.1:0",
             "http://x#y",
             "http://x..y",
         ),
