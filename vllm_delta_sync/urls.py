@@ -1,9 +1,10 @@
 """``parse_store_url``, ``check_url`` and ``check_key``: URLs of runs and keys of objects in them."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.redaction import public_url
@@ -144,7 +145,8 @@ def local_path(url: str) -> Path:
         )
     if parts.query or parts.fragment:
         raise UsageError(f"bucket URL {url!r} has a '?' or '#'; write them as %3F and %23 in a file URL")
-    path = unquote(parts.path)
+    # As the bytes of a name, which need not be UTF-8.
+    path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))
     if _CONTROL.search(path):
         raise UsageError(f"bucket URL {url!r} has a control character in its path; give {_SUPPORTED_URLS}")
     return Path(path)

@@ -239,6 +239,16 @@ def test_forms_of_the_url(form: str, tmp_path: Path) -> None:
     assert (path / "key").read_bytes() == b"x"
 
 
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    """The URL that is shown leads back to it."""
+    path = tmp_path / os.fsdecode(b"run\xff")
+    first = open_bucket(str(path))
+    first.put("key", b"x")
+    for url in (first.url, f"file://{path}"):
+        assert open_bucket(url).get("key") == b"x"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
