@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import closed_port
+from tests.support.ipv6 import needs_ipv6
 from tests.support.samples import ref_of
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket, peer, ranged
@@ -27,7 +28,7 @@ from vllm_delta_sync.cache import ObjectCache, peer_server
 from vllm_delta_sync.cache.folder import CacheFolder
 from vllm_delta_sync.cache.object_server import ObjectServer
 from vllm_delta_sync.cache.peer_server import PeerServer
-from vllm_delta_sync.errors import DigestError, NotFoundError, SettingsError, UsageError
+from vllm_delta_sync.errors import DigestError, NotFoundError, SettingsError, UnavailableError, UsageError
 from vllm_delta_sync.format.manifest import ObjectRef
 
 TEXT = "0123456789abcdef-a-token"
@@ -438,3 +439,9 @@ def test_setting_names_peers_and_needs_the_token(site: Site, monkeypatch: pytest
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(SettingsError, match="DELTA_SYNC_ADMIN_TOKEN"):
         open_bucket(site.folder / "bucket", options)
+
+
+@needs_ipv6
+def test_an_ipv6_address_without_a_port_means_the_usual_one() -> None:
+    with pytest.raises(UnavailableError, match="refused"):
+        PeerBucket("https://[::1]", TOKEN.for_peers()).get(f"objects/{'0' * 64}.safetensors")

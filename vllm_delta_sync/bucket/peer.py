@@ -93,7 +93,8 @@ class PeerBucket(Bucket):
     def _read(self, key: str, headers: dict[str, str], max_bytes: int | None) -> bytes:
         host, port = self._address
         make = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = make(str(host), port, timeout=SILENT_SECONDS)
+        # With a port, http.client does not look for one in an IPv6 address.
+        connection = make(str(host), make.default_port if port is None else port, timeout=SILENT_SECONDS)
         headers["Authorization"] = f"Bearer {self._token}"
         if (caller := _caller.get()) is not None:
             headers[CALLER_HEADER] = caller
