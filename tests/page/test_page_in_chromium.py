@@ -1,5 +1,6 @@
 """The page in a real Chromium: every state, both themes, a phone, the keyboard, hostile names, and a live server."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -135,6 +136,8 @@ def test_everything_is_reached_by_the_keyboard(window: Browser, pages: Pages) ->
     readout = "#timeline .readout"
     newest = window.text(readout)
     assert newest.startswith("Version 200 ")
+    # When it was published, not its age: the text is made once, and stays while nothing new comes.
+    assert re.search(r" · \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", newest)
     window.press("ArrowLeft", "ArrowLeft")
     assert window.text(readout).startswith("Version 198 ")
     window.press("Home")
