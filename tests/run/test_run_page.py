@@ -259,6 +259,7 @@ def test_servers_are_not_trusted(tmp_path: Path) -> None:
     other = run.status(5, "r1", run="ee" * 16)
     warned = overview(reader(run.folder).read(), ServerView("http://a", other))
     assert any(f"follows run {'ee' * 16}" in problem["what"] for problem in warned["problems"])
+    assert warned["headline"]["text"].startswith("1 of 2 receivers")  # those of the run
 
 
 def test_what_a_server_says_of_itself(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def _headline(source: Source, view: RunView | None, run: dict[str, Any] | None, 
     lags = [row["behind"] for row in run["receivers"] if row["live"]]
     known = {row["receiver"] for row in run["receivers"]}
     for server in servers:
-        if server["error"] is None and server["receiver"] not in known:
+        # Versions of another run are other weights, whatever their numbers.
+        if server["error"] is None and server["run"] in (None, run["id"]) and server["receiver"] not in known:
             lags.append(None if server["served"] is None else max(0, sound - server["served"]["version"]))
     if not lags:
         return f"Version {sound:,} is the newest; no receiver reports what it serves"
