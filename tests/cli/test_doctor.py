@@ -650,6 +650,7 @@ STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "lags": ({"head": AHEAD, "lag": 6}, "lag", "warning", "6 behind the head"),
     "held": ({"head": AHEAD, "lag": 6, "holding": True, "state": "held"}, "lag", "ok", "as ordered"),
     "target": ({"head": AHEAD, "target": "3"}, "lag", "ok", "as ordered"),
+    "newer than its target": ({"state": "held", "target": "2"}, "state", "ok", "newer version than its target"),
     "quarantined": ({"head": AHEAD, "lag": 0}, "lag", "ok", "quarantined"),
     "versions of nonsense": ({"served": {"version": "3"}, "head": []}, "lag", "warning", "serves no version"),
     "booleans for numbers": ({"served": {"version": True}}, "lag", "warning", "serves no version"),

@@ -60,7 +60,11 @@ class ServerProbe:
         state, error = str(self._status.state), self._last_error()
         figures = {"state": state, "policy": self._status.policy}
         if state in HEALTHY:
-            held = ", so it applies nothing until POST /delta_sync/release" if state == "held" else ""
+            held = ""
+            if state == "held" and self._status.holding:
+                held = ", so it applies nothing until POST /delta_sync/release"
+            elif state == "held":
+                held = ": it serves a newer version than its target names, see `last error`"
             return ok(f"{state}{held}", **figures)
         if state in STARTING:
             remedy = "" if state == "repairing" else "Wait some minutes; last_error below says what it waits for"
