@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -260,9 +261,10 @@ def ask(
                 "its log, and ask again or wait longer"
             ) from error
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UnavailableError(
-            f"{url} does not answer: {reason}; check host and port, and whether the server has started"
-        ) from error
+        remedy = "check host and port, and whether the server has started"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            remedy = "name the host that its certificate is for; for a private CA, set SSL_CERT_FILE to its certificate"
+        raise UnavailableError(f"{url} does not answer: {reason}; {remedy}") from error
     finally:
         if timer is not None:
             timer.cancel()
