@@ -338,3 +338,15 @@ def test_a_failed_read_keeps_what_was_read_before() -> None:
         assert (view.document, view.error and view.error.kind) == ({"number": 1}, kind)
     view = background.wait(60)
     assert (view.document, view.error) == ({"number": 2}, None)
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    background = BackgroundReader(lambda: {"number": 1}, seconds=3600)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            background.latest()
+    assert background.wait(60).document == {"number": 1}

@@ -35,8 +35,10 @@ class BackgroundReader:
         """
         with self._lock:
             if may_read and self._reading is None and time.monotonic() >= self._due:
-                self._reading = threading.Thread(target=self._work, name="delta-sync-page", daemon=True)
-                self._reading.start()
+                reading = threading.Thread(target=self._work, name="delta-sync-page", daemon=True)
+                # This fails where there are too many threads. The thread takes the lock before it ends.
+                reading.start()
+                self._reading = reading
             return self._view
 
     def wait(self, seconds: float) -> RunView:
