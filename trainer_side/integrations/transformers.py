@@ -1,5 +1,6 @@
 """``DeltaSyncCallback``: publish from the Trainer of transformers. Importing this imports transformers."""
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -140,8 +141,9 @@ class DeltaSyncCallback(TrainerCallback):
         step = state.global_step
         if args.load_best_model_at_end and state.best_model_checkpoint:
             # The Trainer has restored the weights of this checkpoint. The best step may have had none.
-            best = int(state.best_model_checkpoint.rpartition("-")[2])
-            if best != step:
+            named = re.search(r"-([0-9]+)$", state.best_model_checkpoint)
+            best = state.best_global_step if named is None else int(named[1])
+            if best is not None and best != step:
                 step, self._last_step = best, None
         self._training.reports.trainer = None
         self._settle(step)
