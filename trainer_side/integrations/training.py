@@ -111,8 +111,9 @@ class MetricReporter:
             # Otherwise a store that is down would be logged at every step.
             self._failure = error.kind
             logger.error(
-                "not published (%s), training continues and the next version makes up for it: %s", error.kind, error
-            )
+                "not published (%s), training continues; the next version that is published makes up for it: %s",
+                error.kind, error,
+            )  # fmt: skip
 
 
 def _log(trainer: Any, metrics: dict[str, float]) -> None:
