@@ -451,7 +451,7 @@ class ExtendedWorker(WorkerExtension, Worker):
     """With the extension, and what that reads of vLLM's worker."""
 
     rank, vllm_config = 0, None
-    model_config = SimpleNamespace(model="")
+    model_config = SimpleNamespace(model="", revision=None)
 
     def get_model(self) -> FusedModel:
         return self.model

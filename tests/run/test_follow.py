@@ -21,6 +21,7 @@ from tests.support.chains import TABLE, Chain
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
 from tests.support.marked import MarkedChain
+from tests.support.running import run_python
 from tests.support.signed import Keys
 from tests.support.slime_folders import deltas, rebuilt, versions
 from tests.support.written import Written
@@ -464,6 +465,21 @@ def test_sigterm_ends_the_command_with_0(chain: Chain, out: Path) -> None:
         assert command.stdout.readline()
         command.send_signal(signal.SIGTERM)
         assert command.wait(60) == 143
+
+
+def test_sigterm_while_the_command_of_on_update_starts_ends_it_too(chain: Chain, out: Path) -> None:
+    program = (
+        "import os, signal, subprocess, sys\n"
+        "from vllm_delta_sync import cli\n"
+        "start = subprocess.Popen._execute_child\n"
+        "def begin(*arguments):\n"
+        "    start(*arguments)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "subprocess.Popen._execute_child = begin\n"
+        f"sys.argv[1:] = ['follow', '--bucket', {chain.url!r}, '--to', {str(out)!r}, '--on-update', 'sleep 600']\n"
+        "sys.exit(cli.main())\n"
+    )
+    run_python("-c", program, seconds=60)  # its output ends with the last process that has it
 
 
 def test_a_command_that_fails(chain: Chain, out: Path) -> None:

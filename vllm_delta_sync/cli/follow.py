@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from vllm_delta_sync.cli.arguments import (
 )
 from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_event, size
+from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.errors import IncompleteError, UsageError
 from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import ON_UPDATE_VARIABLES
@@ -124,7 +126,12 @@ def _run(command: list[str], update: "FollowedVersion") -> IncompleteError | Non
     """Run the command for a version; report and return its failure."""
     variables = dict(zip(ON_UPDATE_VARIABLES, map(str, (update.folder, update.version, update.step)), strict=True))
     try:
-        code = subprocess.run(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL).returncode
+        with ExitStack() as ended:
+            with postpone_interrupts(signal.SIGTERM):  # until it is known what is to be ended
+                started = subprocess.Popen(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+                ended.enter_context(started)
+                ended.callback(started.kill)
+            code = started.wait()
         problem = f"ended with exit code {code}" if code else None
     except OSError as error:
         problem = f"cannot be started: {error.strerror}"
