@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing import shared_memory
 from typing import Any
@@ -282,3 +283,23 @@ def test_vllms_shared_memory_outlives_a_replica() -> None:
     assert attached.buf is not None
     assert bytes(attached.buf[ring.data_offset : ring.data_offset + 3]) == b"abc"
     attached.close()
+
+
+class Generating(MetaLeaf):
+    """What generation adds meanwhile, in another thread: attributes of a parameter, as torch.compile's, and buffers."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        setattr(self.model.weight, f"added_{len(vars(self.model.weight))}", True)
+        self.model.queue.append(1)
+        return super().__call__(tensor)
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.model = model
+
+
+def test_what_is_added_while_a_replica_is_made_does_no_harm() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.weight.scale, model.queue = torch.ones(1), deque([torch.ones(1)])
+    replica = replicate(model, Generating(model))
+    assert replica.weight.scale.device.type == replica.queue[0].device.type == "meta"

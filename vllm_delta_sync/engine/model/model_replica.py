@@ -119,7 +119,7 @@ def walk_tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     plain attributes, and tensors inside objects that modules keep; once per path of a tensor."""
     for path, module, is_first in _modules(model):
         for registered in (module._parameters, module._buffers):
-            for name, tensor in registered.items():
+            for name, tensor in list(registered.items()):
                 if isinstance(tensor, torch.Tensor):
                     yield path, name, tensor
         if is_first is not None:
@@ -186,7 +186,7 @@ def _is_copied(value: Any) -> bool:
 
 
 class _Copier:
-    """Copies each object once."""
+    """Copies each object once, also while another thread, which generates, adds to it."""
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
@@ -251,7 +251,7 @@ class _Copier:
         copied = self._leaf(tensor)
         copied.__class__ = tensor.__class__
         self._keep(tensor, copied)
-        copied.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
+        copied.__dict__.update({name: self.copy(item) for name, item in list(tensor.__dict__.items())})
         return copied
 
     def _container(self, value: Any) -> Any:
@@ -263,9 +263,9 @@ class _Copier:
         if isinstance(copied, dict):
             copied.update({key: self.copy(item) for key, item in list(value.items())})
         elif isinstance(copied, set):
-            copied.update(self.copy(item) for item in value)
+            copied.update(self.copy(item) for item in list(value))
         else:
-            copied.extend(self.copy(item) for item in value)
+            copied.extend(self.copy(item) for item in list(value))
         return copied
 
     def _instance(self, value: Any) -> Any:
