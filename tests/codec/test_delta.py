@@ -114,6 +114,8 @@ def test_misuse_of_the_codecs() -> None:
         encode(Changes(), clash, "raw", "none", CONTEXT)
     with pytest.raises(UsageError, match="codec 'later' is unknown to the encoder"):
         encode(Changes(), table, cast(Codec, "later"), "none", CONTEXT)
+    with pytest.raises(UsageError, match="codec 'tiled' needs the bits of the base version"):
+        encode(Changes(), table, "tiled", "none", CONTEXT)
 
 
 def test_what_a_manifest_must_require() -> None:
