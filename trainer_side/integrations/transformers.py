@@ -1,14 +1,15 @@
 """``DeltaSyncCallback``: publish from the Trainer of transformers. Importing this imports transformers."""
 
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_side.checkpoint_layouts import named_step
 from trainer_side.integrations.peft import AdapterTensors, adapter_name, adapter_publisher, check_adapter_options
 from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
@@ -141,8 +142,8 @@ class DeltaSyncCallback(TrainerCallback):
         step = state.global_step
         if args.load_best_model_at_end and state.best_model_checkpoint:
             # The Trainer has restored the weights of this checkpoint. The best step may have had none.
-            named = re.search(r"-([0-9]+)$", state.best_model_checkpoint)
-            best = state.best_global_step if named is None else int(named[1])
+            named = named_step(Path(state.best_model_checkpoint).name)
+            best = state.best_global_step if named is None else named
             if best is not None and best != step:
                 step, self._last_step = best, None
         self._training.reports.trainer = None

@@ -25,7 +25,7 @@ MIN_POLL_SECONDS = 0.02
 MOVING = ("sync", "release", "target")
 """Requests after which a version may be served that would not come by itself."""
 OVERRULING = ("hold", "rollback", "target")
-"""Requests before which a version that is only staged must not be served."""
+"""Requests that come before the commit of a version that is only staged."""
 STOPPED = "following has stopped, so this request was not carried out"
 END_HEARTBEAT_SECONDS = 5.0
 """Longest delay of this process's exit for the last heartbeat."""
