@@ -16,7 +16,6 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.budget_selection import check_dtypes
-from trainer_side.encode.encoder import BaseCopies
 from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.quantized import quantized, to_quantize
@@ -113,7 +112,7 @@ class RunWeights(Protocol):
         """Return the changes of a pending delta in terms of ``table``; valid as ``PendingDelta.changes``."""
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        """Return a copy of what the baseline has of a tensor of ``table``."""
+        """Return what the baseline has of a tensor of ``table``, which are the bits after the changes."""
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
         """Record that changes are durable. Args: changes: id in ``table`` → what was added to its fingerprint."""
@@ -125,8 +124,8 @@ def prepare(baseline: Baseline, table: TensorTable, options: PublisherOptions) -
         check_dtypes(table)
     baseline.location = options.baseline
     compile_kernels(baseline.table)
-    none = BaseCopies(lambda tensor: BaseTensor(np.empty(0, table[tensor].element.uint)), VersionChanges(table))
-    encode(Changes(), table, options.codec, options.compression, DeltaContext("", 1, 0), none)
+    none = BaseTensor(np.empty(0, np.uint8))
+    encode(Changes(), table, options.codec, options.compression, DeltaContext("", 1, 0), lambda tensor: none)
 
 
 class WholeWeights:
@@ -223,7 +222,7 @@ class WholeWeights:
         return restore(self.run, manifest, self.base, in_memory, room=room).state
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        return BaseTensor(np.array(self.baseline.read(tensor)))
+        return BaseTensor(self.baseline.read(tensor), after=True)
 
     def changes(self, pending: PendingDelta) -> VersionChanges:
         return pending.changes()

@@ -180,15 +180,20 @@ class Own(Format):
         return find_changes(self._baseline, flats(new), table, relative=self._codec != "raw")
 
     def write(self, changes: Changes, table: TensorTable, old: Weights) -> bytes:
-        """The second half of ``encode``."""
+        """Write changes of the weights ``old``."""
+        return self._write(changes, table, self._old(old))
+
+    def encode(self, old: Weights, new: Weights) -> bytes:
+        """Compare and write as a publisher does, whose baseline has the changes by then."""
+        table = table_of(old)
+        changes = self.compare(new, table)
+        return self._write(changes, table, lambda tensor: BaseTensor(self._baseline[tensor], after=True))
+
+    def _write(self, changes: Changes, table: TensorTable, old: BaseLookup) -> bytes:
         compression: Compression = "none" if self._codec == "raw" else self._compression
         codec = cast(codecs.Codec, self._codec)
         with mock.patch.object(tile_threads, "THREADS", self._threads):
-            return delta_writer.encode(changes, table, codec, compression, CONTEXT, self._old(old))
-
-    def encode(self, old: Weights, new: Weights) -> bytes:
-        table = table_of(old)
-        return self.write(self.compare(new, table), table, old)
+            return delta_writer.encode(changes, table, codec, compression, CONTEXT, old)
 
     def decode(self, data: bytes, old: Weights) -> Changes:
         with mock.patch.object(tile_threads, "THREADS", self._threads):

@@ -92,8 +92,10 @@ def test_what_is_encoded_comes_back_and_is_what_the_specification_reads(
         other = generator.permutation(bits) if far else bits + generator.integers(1, 4, bits.size).astype(bits.dtype)
         new.append(np.where(generator.random(bits.size) < share, other, bits))
     changes = changes_between(table, old, new)
+    compression: Compression = data.draw(st.sampled_from(["zstd", "none"]))
     with classes_at(data.draw(KEYS_OF_CLASSES)):
-        written = encoded(table, old, new, codec, data.draw(st.sampled_from(["zstd", "none"])))
+        written = encoded(table, old, new, codec, compression)
+        assert encode(changes, table, codec, compression, CONTEXT, whole(new, after=True)) == written
     base = whole(old) if codec == "tiled" else None
     assert_same(changes, decode(written, table, CONTEXT, base))
     assert by_the_letter(written, table, old if codec == "tiled" else None) == signed(changes)
@@ -187,9 +189,9 @@ def test_the_writer_writes_the_example_of_the_specification() -> None:
     kinds, gaps, values = np.empty(count, np.uint8), np.empty(count, np.uint32), np.empty(count, np.uint16)
     sizes = np.empty(1, np.int64)
     encode_kernels.gaps_of_bands(
-        read_only(np.array(OLD, np.uint16)), *edges, 0, 1, magnitude_mask(element), key_limits(thresholds, element),
-        np.array([False]), np.array(list(MOVED), np.int64), distances, kinds, gaps, values,
-        sizes,
+        read_only(np.array(OLD, np.uint16)), False, *edges, 0, 1, magnitude_mask(element),
+        key_limits(thresholds, element), np.array([False]), np.array(list(MOVED), np.int64), distances, kinds, gaps,
+        values, sizes,
     )  # fmt: skip
     assert (kinds.tolist(), gaps.tolist(), values.tolist()) == ([2, 2, 2, 3], [0, 1, 0, 0], [2, 2, 1, 6])
     counts = np.zeros((TABLES, 2, SYMBOLS), np.int64)
@@ -246,6 +248,9 @@ def test_threads_write_and_read_the_same(threads: int, codec: Codec, monkeypatch
     with many_threads(threads):
         assert len(shares_of_threads([grid_of(shape) for shape in shapes])) == threads
         assert encoded(table, old, new, codec) == data
+        changes = changes_between(table, old, new)
+        written = encode(changes, table, codec, "zstd", CONTEXT, whole(new, after=True))
+        assert_same(decode(written, table, CONTEXT, whole(old)), alone)
         assert_same(decode(data, table, CONTEXT, whole(old)), alone)
         for elements in (1, 100_000):
             monkeypatch.setattr(coder, "GROUP_ELEMENTS", elements)
@@ -321,7 +326,7 @@ def test_threads_that_go_on_after_an_interrupt_have_their_old_bits(
     thread.join()
     del thread
     gc.collect()
-    # An encoder reads a copy before, to choose classes.
+    # An encoder reads them before, too, to choose classes.
     assert freed[-1]
 
 

@@ -71,8 +71,8 @@ def many_threads(number: int = 3) -> Iterator[None]:
         yield
 
 
-def whole(bits: Sequence[Bits]) -> BaseLookup:
-    return lambda tensor: BaseTensor(bits[tensor])
+def whole(bits: Sequence[Bits], after: bool = False) -> BaseLookup:
+    return lambda tensor: BaseTensor(bits[tensor], after=after)
 
 
 def encoded(

@@ -26,7 +26,7 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, revert_distances
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 logger = guarded_logger(__name__)
@@ -84,8 +84,9 @@ class Encoder:
     """Encodes versions, one at a time. The baseline holds the bits after the changes, and must not change meanwhile.
 
     Args:
-        read: returns a copy of the baseline's bits of a tensor. table: the run's tensors. own: those that this rank
-            compares. ranks: how many encode each version. recent: keeps plain copies; None where no merges are made.
+        read: returns the baseline's bits of a tensor, which have the changes. table: the run's tensors. own: those that
+            this rank compares. ranks: how many encode each version. recent: keeps plain copies; None where no merges
+            are made.
     """
 
     def __init__(
@@ -124,10 +125,9 @@ class Encoder:
             return []
         self.compile()
         codec, compression = self._options.codec, self._options.compression
-        base_bits = BaseCopies(self._read, changes)
         if changes.decoded_bytes > self._limits.loaded_bytes:
             try:
-                return self._encode_in_pieces(changes, codec, context, base_bits)
+                return self._encode_in_pieces(changes, codec, context)
             except StoreError as error:
                 self.release()
                 logger.warning(
@@ -137,7 +137,7 @@ class Encoder:
         parts = changes.load().parts(self._options.shard_bytes, self._most_objects)
         if self._recent is not None:
             self._recent.keep(context, parts, self._table)
-        return [encode(part, self._table, codec, compression, context, base_bits) for part in parts]
+        return [encode(part, self._table, codec, compression, context, self._read) for part in parts]
 
     def release(self) -> None:
         """Remove the files of the objects encoded last."""
@@ -145,9 +145,7 @@ class Encoder:
         if folder is not None:
             folder.close()
 
-    def _encode_in_pieces(
-        self, changes: VersionChanges, codec: Codec, context: DeltaContext, base_bits: BaseLookup
-    ) -> list[EncodedObject]:
+    def _encode_in_pieces(self, changes: VersionChanges, codec: Codec, context: DeltaContext) -> list[EncodedObject]:
         """Encode a large version into files, with few changes in memory at a time.
 
         Raises:
@@ -157,7 +155,7 @@ class Encoder:
         self._folder = ProcessFolder()
         path, most, objects = self._folder.path, self._limits.block_elements, list[EncodedObject]()
         for number, part in enumerate(parts):
-            coding = (self._options.compression, codec, base_bits, most)
+            coding = (self._options.compression, codec, self._read, most)
             with closing(DeltaSpool(path, self._table, context, *coding)) as spool:
                 for tensor in sorted(part.sparse, key=lambda tensor: (self._table[tensor.id].dtype, tensor.id)):
                     if tensor.count > most:
@@ -169,31 +167,6 @@ class Encoder:
                 file = path / str(number)
                 objects.append(ObjectFile(spool.finish(file, part.fingerprints), file))
         return objects
-
-
-class BaseCopies:
-    """The base bits of changes that the baseline already holds: copies, one tensor at a time.
-
-    A codec that needs base bits calls it with a tensor id; see ``tensors.bits``.
-
-    Args:
-        read: returns a copy of the baseline's bits of a tensor.
-    """
-
-    def __init__(self, read: BaseLookup, changes: VersionChanges) -> None:
-        self._read, self._table = read, changes.table
-        self._found = {tensor.id: tensor.pieces for tensor in changes.sparse}
-        self._last: tuple[int, BaseTensor] | None = None
-
-    def __call__(self, tensor: int) -> BaseTensor:
-        if self._last is None or self._last[0] != tensor:
-            # First release the previous tensor, so that two large ones are never held at once.
-            self._last = None
-            found = self._read(tensor)
-            for positions, distances in self._found[tensor]():
-                revert_distances(self._table[tensor].element, found.bits, positions, distances)
-            self._last = tensor, found
-        return self._last[1]
 
 
 def compile_codec(codec: Codec, table: TensorTable) -> None:

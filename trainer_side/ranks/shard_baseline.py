@@ -143,17 +143,20 @@ class ShardBaseline:
         return self._of_tensor.get(name, [])
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        """Return the bits that this rank has of a tensor of ``whole``; pages of the others are never touched."""
+        """Return the bits that this rank has of a tensor of ``whole``, after the changes.
+
+        Pages of the others are never touched.
+        """
         spec = self.whole[tensor]
         own = [(part, box) for part, box in self.parts_of(spec.name) if box.numel]
         bits = np.empty(spec.numel, spec.element.uint)
         for part, box in own:
             box.view(bits)[...] = self.parts.read(part).reshape(box.shape)
         try:
-            return BaseTensor(bits, covered_rectangles(spec, [view_of(box) for _, box in own]))
+            return BaseTensor(bits, covered_rectangles(spec, [view_of(box) for _, box in own]), after=True)
         except CutTileError:
             # Too many pieces: its tiles are plain.
-            return BaseTensor(bits, ())
+            return BaseTensor(bits, (), after=True)
 
 
 def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> VersionChanges:

@@ -71,6 +71,7 @@ class BaseTensor:
             returns them, called only if they are needed.
         rectangles: disjoint parts that this process has; None for the whole tensor.
         in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read.
+        after: ``bits`` already have the changes that are being encoded, which takes them back as it goes.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class BaseTensor:
         bits: Bits | Callable[[], Bits],
         rectangles: tuple[Rectangle, ...] | None = None,
         in_place: InPlace | None = None,
+        after: bool = False,
     ) -> None:
         self._bits = bits
-        self.rectangles, self.in_place = rectangles, in_place
+        self.rectangles, self.in_place, self.after = rectangles, in_place, after
 
     @property
     def bits(self) -> Bits:

@@ -61,10 +61,12 @@ def choose_thresholds(owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int
     best = np.full((CLASSES + 1, used.size), np.inf)
     cuts = np.zeros(best.shape, np.int64)
     best[0, 0] = 0.0
+    # The pairs by their second key: those that end at key k begin at k · (k − 1) / 2.
+    stops, starts = np.tril_indices(used.size, -1)
+    costs = _bits(owned_sums[stops] - owned_sums[starts], token_sums[stops] - token_sums[starts])
     for stop in range(1, used.size):
-        starts = np.arange(stop)
-        costs = _bits(owned_sums[stop] - owned_sums[starts], token_sums[stop] - token_sums[starts])
-        totals = best[:-1, :stop] + costs
+        first = stop * (stop - 1) // 2
+        totals = best[:-1, :stop] + costs[first : first + stop]
         cuts[1:, stop] = np.argmin(totals, axis=1)
         best[1:, stop] = np.min(totals, axis=1)
     # The others' gaps count all elements.

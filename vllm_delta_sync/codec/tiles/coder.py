@@ -51,7 +51,7 @@ SMALL_ELEMENTS = 64 * 1024
 """Tensors with fewer elements are plain: they are few of a model's, and ranks may divide them finer than tiles."""
 SAMPLED_ELEMENTS = 256 * 1024
 """Elements of a block's tensors whose keys are counted to choose classes. A worse choice costs bytes, not exactness."""
-SAMPLED_CHANGES = 128 * 1024
+SAMPLED_CHANGES = 64 * 1024
 """Changes of a block that are counted for the same purpose: each is a read from old bits that no cache holds."""
 PLAIN_TILE = np.uint32(1 << 31)
 """Marks a plain tile in the number that otherwise is the bits of its stream."""
@@ -120,16 +120,17 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
         if elements and elements + spec.numel > GROUP_ELEMENTS:
             _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
             tensors, elements = [], 0
-        base, bits = None, np.empty(0, group.element.uint)
+        after, bits = False, np.empty(0, group.element.uint)
         # Without classes, all tiles are plain, and need no old bits.
         if old is not None and classes and spec.numel >= SMALL_ELEMENTS:
             base = old(tensor)
-            bits = np.ascontiguousarray(checked(base, spec, group.element))
+            after, bits = base.after, np.ascontiguousarray(checked(base, spec, group.element))
             plain[tiles] = False
             if base.rectangles is not None:
                 held, cut = grid.held(base.rectangles)
                 plain[tiles] = ~held | cut
-        tensors.append(_OldTensor(bits, grid, tiles.start, changed))
+            del base  # and its bits, before the next ones are read
+        tensors.append(_OldTensor(bits, after, grid, tiles.start, changed))
         elements += spec.numel
     _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
     lengths, sizes, streams = _coded(found)
@@ -216,16 +217,17 @@ class LargeTensor:
         found = _Gaps.of(positions.size, (span.last - span.first) * grid.across, element)
         edges, edges_at = _edges_of([grid])
         kernels.gaps_of_tensors(
-            np.array([(0, 0, *edges_at, 0, *span, 0, positions.size)]), edges, magnitude_mask(element),
+            np.array([(0, 0, *edges_at, 0, *span, 0, positions.size, 0)]), edges, magnitude_mask(element),
             np.zeros(CLASSES, element.uint), np.ones(found.sizes.size, np.bool_), positions, distances, *found,
         )  # fmt: skip
         return found
 
 
 class _OldTensor(NamedTuple):
-    """Old bits of a tensor in a block, its first tile there, and its changes."""
+    """Old bits of a tensor in a block, or those after the changes; its first tile there, and its changes."""
 
     bits: Bits
+    after: bool
     grid: Grid
     tile: int
     changed: Span
@@ -249,13 +251,13 @@ def _find_gaps(
         # Here, since a thread that goes on after an interrupt must have the arrays whose addresses it is given.
         jobs = []
         for number, span in share:
-            bits, grid, tile, (start, stop) = tensors[number]
+            bits, after, grid, tile, (start, stop) = tensors[number]
             if span.last - span.first < grid.bands:
                 ends = [int(grid.row_edges[band]) * grid.columns for band in span]
                 start, stop = (start + np.searchsorted(positions[start:stop], ends)).tolist()
             address = bits.__array_interface__["data"][0]
             tile += span.first * grid.across
-            jobs.append((address, bits.size, *edges_at[2 * number : 2 * number + 3], tile, *span, start, stop))
+            jobs.append((address, bits.size, *edges_at[2 * number : 2 * number + 3], tile, *span, start, stop, after))
         kernels.gaps_of_tensors(
             np.array(jobs, np.int64), edges, magnitude_mask(element), limits, plain, positions, distances, *into
         )
@@ -343,7 +345,7 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
     every = max(1, group.positions.size // SAMPLED_CHANGES)
     start = 0
     for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
-        sample = slice(start, start + count, every)
+        changed = slice(start, start + count)
         start += count
         if spec.numel < SMALL_ELEMENTS:
             continue
@@ -363,8 +365,7 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
                 kernels.count_keys(read_only(part), 1, *how, sampled)
                 del within, part
         owned += sampled * (held / max(1, int(sampled.sum())))
-        found = np.ascontiguousarray(group.positions[sample]), np.ascontiguousarray(group.data[sample])
-        kernels.count_tokens(bits, *found, *how, tokens)
+        kernels.count_tokens(bits, group.positions[changed], group.data[changed], every, *how, tokens)
         # Before the next bits are read.
         del base, bits
     tokens *= every
@@ -671,7 +672,7 @@ def compile_encoder(element: DType) -> None:
     bits, how = np.zeros(64, element.uint), (magnitude_mask(element), np.uint64(key_shift(element)))
     kernels.count_keys(read_only(bits), 1, *how, np.zeros(KEYS, np.int64))
     changed = np.zeros(1, np.int64), np.ones(1, element.uint)
-    kernels.count_tokens(read_only(bits), *changed, *how, np.zeros((KEYS, VALUE_TOKENS), np.int64))
+    kernels.count_tokens(read_only(bits), *changed, 1, *how, np.zeros((KEYS, VALUE_TOKENS), np.int64))
     list(LargeTensor(TensorSpec("t", element.name, (64,)), lambda: [changed]).streams())
 
 

@@ -19,11 +19,24 @@ from vllm_delta_sync.codec.tiles.shared_kernels import (
     token_of,
     words_of,
 )
-from vllm_delta_sync.format.kernels import ONE, PIECE, ZERO, _compile, ones, pointer, prefetch
+from vllm_delta_sync.format.kernels import (
+    ONE,
+    PIECE,
+    ZERO,
+    _compile,
+    _key,
+    _mirror_mask,
+    _unkey,
+    ones,
+    pointer,
+    prefetch,
+)
 
 AHEAD = 16
 """Number of samples by which prefetching is ahead of counting: they lie too far apart for the processor's own."""
 LINE_BYTES = 64
+COPIED, COPY_AHEAD = 512, 8192
+"""Elements that are copied at a time, and by how many prefetching is ahead of that."""
 BUCKETS = CLASSES + 1
 """Of the changes of a tile: one for each class, one for those of none."""
 FOUR = np.uint64(4)
@@ -60,14 +73,15 @@ def zigzag_of(typing_context, distance):
 
 
 @_compile
-def count_tokens(bits, positions, distances, magnitudes, shift, counts):
-    """Count each changed element in counts[key, token of zigzag − 1], whose last column has all larger tokens."""
+def count_tokens(bits, positions, distances, every, magnitudes, shift, counts):
+    """Count one in ``every`` changes in counts[key, token of zigzag − 1], whose last column has all larger tokens."""
     last = np.uint64(counts.shape[1] - 1)
-    for i in range(min(PIECE, positions.size)):
+    ahead = PIECE * every
+    for i in range(0, min(ahead, positions.size), every):
         prefetch(bits, np.uint64(positions[i]))
-    for i in range(positions.size):
-        if i + PIECE < positions.size:
-            prefetch(bits, np.uint64(positions[i + PIECE]))
+    for i in range(0, positions.size, every):
+        if i + ahead < positions.size:
+            prefetch(bits, np.uint64(positions[i + ahead]))
         key = np.uint64(bits[np.uint64(positions[i])] & magnitudes) >> shift
         counts[key, min(token_of(np.uint64(zigzag_of(distances[i])) - ONE), last)] += 1
 
@@ -77,9 +91,9 @@ def gaps_of_tensors(jobs, edges, magnitudes, limits, plain, positions, distances
     """Write the classes, gaps and values of the changes in bands of some tensors of a block.
 
     Args:
-        jobs: (n, 10) int64, each for one tensor: address and number of its old bits; in ``edges`` the first row edge,
+        jobs: (n, 11) int64, each for one tensor: address and number of its old bits; in ``edges`` the first row edge,
             the first column edge, and the end; the first tile of the bands in the block; first and last band; first and
-            last of their changes.
+            last of their changes; whether the bits have the changes already.
         plain: (tiles of the block,) bool. positions, distances: of all changes of the block.
         kinds, gaps, values, sizes: output, as that of ``gaps_of_bands``, but of the block.
     """
@@ -87,7 +101,7 @@ def gaps_of_tensors(jobs, edges, magnitudes, limits, plain, positions, distances
         rows_at, columns_at, end, tile = jobs[job, 2], jobs[job, 3], jobs[job, 4], jobs[job, 5]
         start, stop = jobs[job, 8], jobs[job, 9]
         gaps_of_bands(
-            carray(pointer(jobs[job, 0]), jobs[job, 1], distances.dtype), edges[rows_at:columns_at],
+            carray(pointer(jobs[job, 0]), jobs[job, 1], distances.dtype), jobs[job, 10] > 0, edges[rows_at:columns_at],
             edges[columns_at:end], jobs[job, 6], jobs[job, 7], magnitudes, limits, plain[tile:], positions[start:stop],
             distances[start:stop], kinds[start:stop], gaps[start:stop], values[start:stop], sizes[tile:],
         )  # fmt: skip
@@ -96,6 +110,7 @@ def gaps_of_tensors(jobs, edges, magnitudes, limits, plain, positions, distances
 @_compile
 def gaps_of_bands(
     bits,
+    after,
     row_edges,
     column_edges,
     first,
@@ -113,7 +128,8 @@ def gaps_of_bands(
     """Write the classes, gaps and values of the changes in some bands of a tensor, tile after tile, by ascending rank.
 
     Args:
-        bits: (numel,) old bits, which are not read in plain tiles. row_edges, column_edges: see ``Grid``.
+        bits: (numel,) old bits, which are not read in plain tiles. after: they have the changes already.
+        row_edges, column_edges: see ``Grid``.
         first, last: the bands. magnitudes, limits: see ``mask_tiles``. plain: (tiles of the bands,) bool.
         positions: (n,) int64 ascending, inside the bands. distances: (n,) of the width of ``bits``, none 0.
         kinds, gaps, values: (n,) output: table (uint8), gap (uint32) and zigzag of each change.
@@ -143,6 +159,8 @@ def gaps_of_bands(
     # the rounding error, for bands below 2^50 elements.
     per_column = 1.0 / columns
     begin, tile = 0, 0
+    # Whole words are read behind the last row.
+    held = np.empty(tallest * (columns if group > 1 else widest) + 64 if after else 0, bits.dtype)
     ends, following = np.empty(BUCKETS * group + 1, np.int64), np.empty(BUCKETS * group, np.uint32)
     for band in range(first, last):
         top, bottom = row_edges[band], row_edges[band + 1]
@@ -156,33 +174,55 @@ def gaps_of_bands(
                 if end > begin and not plain[tile + number]:
                     edges[masked], slots[number] = (left, right), masked
                     masked += 1
-            mask_tiles(bits, 0, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before)
             # By tiles and classes, as they follow each other in the streams.
             ranks, buckets = np.empty(end - begin, np.uint32), np.empty(end - begin, np.uint32)
             ends[:] = begin
-            for i in range(begin, end):
-                offset = positions[i] - top * columns
-                row = np.int64((np.float64(offset) + 0.5) * per_column)
-                column = np.uint64(offset - row * columns)
-                number = np.uint64(tile_of[column]) if group > 1 else ZERO
-                slot, place = slots[number], column - lefts[number]
-                bit, word = place & LOW6, np.uint64(row) * widths[number] + (place >> S6)
-                # By arithmetic alone: the class is unpredictable, and of a choice LLVM would make a branch.
-                middle, high = (masks[slot, ONE, word] >> bit) & ONE, (masks[slot, TWO, word] >> bit) & ONE
-                owner = middle + TWO * high
-                none = ONE ^ middle ^ high ^ ((masks[slot, ZERO, word] >> bit) & ONE)
-                earlier = masks[slot, owner, word] & ((ONE << bit) - ONE)
-                rank = np.uint64(before[slot, owner, word]) + ones(earlier)
-                among_all = np.uint64(row) * lengths[number] + place
-                bucket = number * np.uint64(BUCKETS) + owner + none * np.uint64(CLASSES)
-                ranks[i - begin] = rank ^ ((rank ^ among_all) & (ZERO - none))
-                buckets[i - begin] = bucket
-                ends[bucket + ONE] += 1
+            # Unsigned, since numba checks signed indices for negative values at each use.
+            if masked == 0:
+                # Plain tiles need no masks, which takes half the time.
+                for i in range(np.uint64(begin), np.uint64(end)):
+                    offset = positions[i] - top * columns
+                    row = np.int64((np.float64(offset) + 0.5) * per_column)
+                    column = np.uint64(offset - row * columns)
+                    number = np.uint64(tile_of[column]) if group > 1 else ZERO
+                    bucket = number * np.uint64(BUCKETS) + np.uint64(CLASSES)
+                    ranks[i - np.uint64(begin)] = np.uint64(row) * lengths[number] + (column - lefts[number])
+                    buckets[i - np.uint64(begin)] = bucket
+                    ends[bucket + ONE] += 1
+            else:
+                if after:
+                    first_held = top * columns + column_edges[start]
+                    past_held = (bottom - 1) * columns + column_edges[start + group]
+                    changed = slice(begin, end)
+                    _copy_before(bits, first_held, past_held, positions[changed], distances[changed], magnitudes, held)
+                    mask_tiles(
+                        held, -first_held, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before
+                    )
+                else:
+                    mask_tiles(bits, 0, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before)
+                for i in range(np.uint64(begin), np.uint64(end)):
+                    offset = positions[i] - top * columns
+                    row = np.int64((np.float64(offset) + 0.5) * per_column)
+                    column = np.uint64(offset - row * columns)
+                    number = np.uint64(tile_of[column]) if group > 1 else ZERO
+                    slot, place = slots[number], column - lefts[number]
+                    bit, word = place & LOW6, np.uint64(row) * widths[number] + (place >> S6)
+                    # By arithmetic alone: the class is unpredictable, and of a choice LLVM would make a branch.
+                    middle, high = (masks[slot, ONE, word] >> bit) & ONE, (masks[slot, TWO, word] >> bit) & ONE
+                    owner = middle + TWO * high
+                    none = ONE ^ middle ^ high ^ ((masks[slot, ZERO, word] >> bit) & ONE)
+                    earlier = masks[slot, owner, word] & ((ONE << bit) - ONE)
+                    rank = np.uint64(before[slot, owner, word]) + ones(earlier)
+                    among_all = np.uint64(row) * lengths[number] + place
+                    bucket = number * np.uint64(BUCKETS) + owner + none * np.uint64(CLASSES)
+                    ranks[i - np.uint64(begin)] = rank ^ ((rank ^ among_all) & (ZERO - none))
+                    buckets[i - np.uint64(begin)] = bucket
+                    ends[bucket + ONE] += 1
             for bucket in range(BUCKETS * group):
                 ends[bucket + 1] += ends[bucket] - begin
             following[:] = 0
-            for i in range(begin, end):
-                bucket, rank = np.uint64(buckets[i - begin]), ranks[i - begin]
+            for i in range(np.uint64(begin), np.uint64(end)):
+                bucket, rank = np.uint64(buckets[i - np.uint64(begin)]), ranks[i - np.uint64(begin)]
                 cursor = np.uint64(ends[bucket])
                 ends[bucket] += 1
                 gaps[cursor], values[cursor] = rank - following[bucket], zigzag_of(distances[i])
@@ -196,6 +236,23 @@ def gaps_of_bands(
                 sizes[tile], done = ends[mine.stop - 1] - done, ends[mine.stop - 1]
                 tile += 1
             begin = end
+
+
+@_compile
+def _copy_before(bits, start, stop, positions, distances, magnitudes, held):
+    """Copy bits[start:stop] to ``held`` as they were before the changes of those elements."""
+    for i in range(start, stop, COPIED):
+        for ahead in range(i + COPY_AHEAD, i + COPY_AHEAD + COPIED, LINE_BYTES // bits.itemsize):
+            prefetch(bits, np.uint64(ahead))
+        for j in range(i, min(i + COPIED, stop)):
+            held[np.uint64(j - start)] = bits[np.uint64(j)]
+    mask = ~ZERO >> np.uint64(64 - 8 * bits.itemsize)
+    sign = mask ^ np.uint64(magnitudes)
+    mirror = _mirror_mask(sign, mask)
+    for i in range(positions.size):
+        place = np.uint64(positions[i] - start)
+        key = _key(np.uint64(held[place]), sign, mirror) - np.uint64(distances[i])
+        held[place] = _unkey(key & mask, sign, mirror)
 
 
 @_compile
