@@ -1,6 +1,7 @@
 """Parts of tensors: a rank that serves reads the tiles that it holds, one that trains writes what it holds."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +31,7 @@ from vllm_delta_sync.codec.tiles.held_parts import TensorView, covered_rectangle
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Rectangle
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Matrix, Rectangle
 
 SHAPES = [(384, 384), (256, 192), (520, 130), (3, 200, 128), (70_001,), (90_000, 1), (520, 65), (4, 30, 40)]
 KEYS = [115, 118, 121]
@@ -186,7 +187,7 @@ LAYOUTS: list[tuple[Layout, int]] = [
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=[f"{how.__name__}-{ranks}" for how, ranks in LAYOUTS])
 def test_ranks_of_a_trainer_write_what_one_writer_does(layout: Layout, ranks: int) -> None:
     old, new = all_trained(TRAINED, 0.05)
-    changes, objects = changes_between(TRAINED, old, new), []
+    changes, objects, pieces = changes_between(TRAINED, old, new), [], 0
     parts = {tensor: layout(spec, ranks) for tensor, spec in enumerate(TRAINED)}
     for rank in range(ranks):
         mine, bases = [], []
@@ -208,16 +209,23 @@ def test_ranks_of_a_trainer_write_what_one_writer_does(layout: Layout, ranks: in
         if own.changed:
             with many_threads(1 + ranks % 2), classes_at(KEYS):
                 data = encode(own, TRAINED, "tiled", "none", CONTEXT, bases.__getitem__)
-                # The same if this rank's bits have the changes already.
+                # The same if this rank's bits have the changes already, and if it has nothing but one rectangle.
                 for tensor, base in enumerate(bases):
-                    moved = np.where(mine[tensor] != old[tensor], mine[tensor], base.bits)
-                    bases[tensor] = BaseTensor(moved, base.rectangles, after=True)
+                    moved, in_place = np.where(mine[tensor] != old[tensor], mine[tensor], base.bits), None
+                    if base.rectangles is not None and len(base.rectangles) == 1:
+                        [(top, bottom, left, right)] = base.rectangles
+                        part = moved.reshape(extent(TRAINED[tensor].shape))[top:bottom, left:right].copy()
+                        stride = right - left
+                        in_place = InPlace(Matrix(part.reshape(-1), -top * stride - left, stride), nullcontext)
+                        pieces += 1
+                    bases[tensor] = BaseTensor(moved, base.rectangles, in_place, after=True)
                 assert encode(own, TRAINED, "tiled", "none", CONTEXT, bases.__getitem__) == data
             # Of a tile that is cut, a rank cannot know the classes.
             assert_plain_where_cut(data, bases)
             assert by_the_letter(data, TRAINED, old) == signed(own)
             objects.append(data)
     assert len(objects) > 1
+    assert (pieces > 1) == (layout is rows_of)
     together = state_of(TRAINED, old)
     found: dict[int, reference.Changed] = {}
     for data in objects:
@@ -316,3 +324,33 @@ def test_servers_of_any_size_read_what_trainers_of_any_size_write(
         assert seen == expected
         coded += 1
     assert coded >= 5
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((384, 1024), (0, 384, 256, 768)),
+        ((384, 1024), (100, 301, 0, 1000)),
+        ((384, 1024), (0, 384, 0, 1024)),
+        ((200_000,), (0, 1, 40_000, 170_001)),
+        ((4, 160, 256), (160, 480, 0, 256)),
+    ],
+)
+def test_a_part_in_memory_of_its_own_is_written_as_from_a_whole_tensor(
+    shape: tuple[int, ...], part: Rectangle, after: bool
+) -> None:
+    table = TensorTable([TensorSpec("t", "BF16", shape)])
+    old, new = trained(shape, 1, share=0.02)
+    mine = np.where(mask_of(shape, [part]), new, old)
+    changes, bits = changes_between(table, [old], [mine]), mine if after else old
+    top, bottom, left, right = part
+    stride, own = right - left, bits.reshape(extent(shape))[top:bottom, left:right].copy().reshape(-1)
+    in_place = InPlace(Matrix(own, -top * stride - left, stride), nullcontext)
+    with classes_at(KEYS):
+        written = [
+            encode(changes, table, "tiled", "none", CONTEXT, lambda _, base=base: base)  # type: ignore[misc]
+            for base in (BaseTensor(bits, (part,), after=after), BaseTensor(own, (part,), in_place, after))
+        ]
+    assert written[0] == written[1]
+    assert any(number and not number >> 31 for number in numbers_of(written[0]))

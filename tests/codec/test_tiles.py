@@ -189,7 +189,7 @@ def test_the_writer_writes_the_example_of_the_specification() -> None:
     kinds, gaps, values = np.empty(count, np.uint8), np.empty(count, np.uint32), np.empty(count, np.uint16)
     sizes = np.empty(1, np.int64)
     encode_kernels.gaps_of_bands(
-        read_only(np.array(OLD, np.uint16)), False, *edges, 0, 1, magnitude_mask(element),
+        read_only(np.array(OLD, np.uint16)), 0, edges[1][-1], False, *edges, 0, 1, magnitude_mask(element),
         key_limits(thresholds, element), np.array([False]), np.array(list(MOVED), np.int64), distances, kinds, gaps,
         values, sizes,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,13 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.pending_delta import FullTensor, PendingDelta, SparseTensor, VersionChanges
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.ranks.shard_parts import RankParts
+from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.codec.tiles.held_parts import CutTileError, covered_rectangles, view_of
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.partial import fingerprint_box
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Matrix, Positions
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
@@ -145,18 +147,31 @@ class ShardBaseline:
     def base_tensor(self, tensor: int) -> BaseTensor:
         """Return the bits that this rank has of a tensor of ``whole``, after the changes.
 
-        Pages of the others are never touched.
+        Those of a part that is one rectangle are the baseline's own; of others, they are copied to their places in a
+        whole tensor, of which the other pages are never touched.
         """
         spec = self.whole[tensor]
         own = [(part, box) for part, box in self.parts_of(spec.name) if box.numel]
-        bits = np.empty(spec.numel, spec.element.uint)
-        for part, box in own:
-            box.view(bits)[...] = self.parts.read(part).reshape(box.shape)
         try:
-            return BaseTensor(bits, covered_rectangles(spec, [view_of(box) for _, box in own]), after=True)
+            rectangles = covered_rectangles(spec, [view_of(box) for _, box in own])
         except CutTileError:
             # Too many pieces: its tiles are plain.
-            return BaseTensor(bits, (), after=True)
+            rectangles = ()
+        rows, columns = extent(spec.shape)
+        found = ((0, rows, 0, columns),) if rectangles is None else rectangles
+        in_place = None
+        if len(own) == len(found) == 1:
+            top, _, left, right = found[0]
+            stride = right - left
+            in_place = InPlace(Matrix(self.parts.read(own[0][0]), -top * stride - left, stride), nullcontext)
+
+        def copied() -> Bits:
+            bits = np.empty(spec.numel, spec.element.uint)
+            for part, box in own:
+                box.view(bits)[...] = self.parts.read(part).reshape(box.shape)
+            return bits
+
+        return BaseTensor(copied, rectangles, in_place, after=True)
 
 
 def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> VersionChanges:

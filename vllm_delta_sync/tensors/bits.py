@@ -70,7 +70,8 @@ class BaseTensor:
         bits: (numel,) in row-major order of the whole tensor, undefined outside ``rectangles``; or a function that
             returns them, called only if they are needed.
         rectangles: disjoint parts that this process has; None for the whole tensor.
-        in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read.
+        in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read. For encoding they are
+            all of its matrix, and stay as they are.
         after: ``bits`` already have the changes that are being encoded, which takes them back as it goes.
     """
 

@@ -120,17 +120,17 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
         if elements and elements + spec.numel > GROUP_ELEMENTS:
             _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
             tensors, elements = [], 0
-        after, bits = False, np.empty(0, group.element.uint)
+        after, matrix = False, Matrix(np.empty(0, group.element.uint), 0, grid.columns)
         # Without classes, all tiles are plain, and need no old bits.
         if old is not None and classes and spec.numel >= SMALL_ELEMENTS:
             base = old(tensor)
-            after, bits = base.after, np.ascontiguousarray(checked(base, spec, group.element))
+            after, matrix = base.after, _matrix_of(base, spec)
             plain[tiles] = False
             if base.rectangles is not None:
                 held, cut = grid.held(base.rectangles)
                 plain[tiles] = ~held | cut
             del base  # and its bits, before the next ones are read
-        tensors.append(_OldTensor(bits, after, grid, tiles.start, changed))
+        tensors.append(_OldTensor(matrix, after, grid, tiles.start, changed))
         elements += spec.numel
     _find_gaps(tensors, limits, plain, group.positions, group.data, group.element, found)
     lengths, sizes, streams = _coded(found)
@@ -217,7 +217,7 @@ class LargeTensor:
         found = _Gaps.of(positions.size, (span.last - span.first) * grid.across, element)
         edges, edges_at = _edges_of([grid])
         kernels.gaps_of_tensors(
-            np.array([(0, 0, *edges_at, 0, *span, 0, positions.size, 0)]), edges, magnitude_mask(element),
+            np.array([(0, 0, 0, 0, 0, *edges_at, 0, *span, 0, positions.size)]), edges, magnitude_mask(element),
             np.zeros(CLASSES, element.uint), np.ones(found.sizes.size, np.bool_), positions, distances, *found,
         )  # fmt: skip
         return found
@@ -226,7 +226,7 @@ class LargeTensor:
 class _OldTensor(NamedTuple):
     """Old bits of a tensor in a block, or those after the changes; its first tile there, and its changes."""
 
-    bits: Bits
+    matrix: Matrix
     after: bool
     grid: Grid
     tile: int
@@ -251,13 +251,14 @@ def _find_gaps(
         # Here, since a thread that goes on after an interrupt must have the arrays whose addresses it is given.
         jobs = []
         for number, span in share:
-            bits, after, grid, tile, (start, stop) = tensors[number]
+            (bits, origin, stride), after, grid, tile, (start, stop) = tensors[number]
             if span.last - span.first < grid.bands:
                 ends = [int(grid.row_edges[band]) * grid.columns for band in span]
                 start, stop = (start + np.searchsorted(positions[start:stop], ends)).tolist()
             address = bits.__array_interface__["data"][0]
             tile += span.first * grid.across
-            jobs.append((address, bits.size, *edges_at[2 * number : 2 * number + 3], tile, *span, start, stop, after))
+            edges_here = edges_at[2 * number : 2 * number + 3]
+            jobs.append((address, bits.size, origin, stride, after, *edges_here, tile, *span, start, stop))
         kernels.gaps_of_tensors(
             np.array(jobs, np.int64), edges, magnitude_mask(element), limits, plain, positions, distances, *into
         )
@@ -350,10 +351,11 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
         if spec.numel < SMALL_ELEMENTS:
             continue
         base = old(tensor)
-        bits = read_only(checked(base, spec, group.element))
+        matrix = _matrix_of(base, spec)
+        bits = read_only(matrix.flat)
         sampled = np.zeros(KEYS, np.int64)
-        held = spec.numel
-        if base.rectangles is None:
+        held = bits.size
+        if base.rectangles is None or base.in_place is not None:
             kernels.count_keys(bits, step, *how, sampled)
         else:
             rows, columns = extent(spec.shape)
@@ -365,9 +367,15 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
                 kernels.count_keys(read_only(part), 1, *how, sampled)
                 del within, part
         owned += sampled * (held / max(1, int(sampled.sum())))
-        kernels.count_tokens(bits, group.positions[changed], group.data[changed], every, *how, tokens)
+        where = group.positions[changed][::every]
+        if base.in_place is not None:
+            columns = extent(spec.shape)[1]
+            where = matrix.origin + where // columns * matrix.stride + where % columns
+        kernels.count_tokens(
+            bits, np.ascontiguousarray(where), np.ascontiguousarray(group.data[changed][::every]), *how, tokens
+        )
         # Before the next bits are read.
-        del base, bits
+        del base, bits, matrix
     tokens *= every
     return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens)
 
@@ -378,6 +386,13 @@ def zigzag(distances: Bits, element: DType) -> Bits:
     found: Bits = (signed << 1).view(element.uint)
     found ^= (signed >> (8 * element.itemsize - 1)).view(element.uint)
     return found
+
+
+def _matrix_of(base: BaseTensor, spec: TensorSpec) -> Matrix:
+    """Return base bits where they are, or as a matrix of the whole tensor; raises as ``checked``."""
+    if base.in_place is not None:
+        return base.in_place.matrix
+    return Matrix(np.ascontiguousarray(checked(base, spec, spec.element)), 0, extent(spec.shape)[1])
 
 
 def checked(found: BaseTensor, spec: TensorSpec, element: DType) -> Bits:
@@ -614,12 +629,9 @@ class TilesBlock:
                 matrices.append(Matrix(nothing, 0, grid.columns))
             elif base is None:
                 raise UnsupportedError(f"{self._what}: {self._specs[row].name!r} can be decoded only with its old bits")
-            elif base.in_place is None:
-                bits = np.ascontiguousarray(checked(base, self._specs[row], element))
-                matrices.append(Matrix(bits, 0, grid.columns))
             else:
-                matrix, reading = base.in_place
-                matrices.append(matrix)
+                matrices.append(_matrix_of(base, self._specs[row]))
+                reading = reading if base.in_place is None else base.in_place.reading
         edges, edges_at = _edges_of(grids)
         parts: list[_Part] = []
         for share in shares_of_threads(grids):
@@ -672,7 +684,7 @@ def compile_encoder(element: DType) -> None:
     bits, how = np.zeros(64, element.uint), (magnitude_mask(element), np.uint64(key_shift(element)))
     kernels.count_keys(read_only(bits), 1, *how, np.zeros(KEYS, np.int64))
     changed = np.zeros(1, np.int64), np.ones(1, element.uint)
-    kernels.count_tokens(read_only(bits), *changed, 1, *how, np.zeros((KEYS, VALUE_TOKENS), np.int64))
+    kernels.count_tokens(read_only(bits), *changed, *how, np.zeros((KEYS, VALUE_TOKENS), np.int64))
     list(LargeTensor(TensorSpec("t", element.name, (64,)), lambda: [changed]).streams())
 
 

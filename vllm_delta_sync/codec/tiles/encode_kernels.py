@@ -73,15 +73,14 @@ def zigzag_of(typing_context, distance):
 
 
 @_compile
-def count_tokens(bits, positions, distances, every, magnitudes, shift, counts):
-    """Count one in ``every`` changes in counts[key, token of zigzag − 1], whose last column has all larger tokens."""
+def count_tokens(bits, positions, distances, magnitudes, shift, counts):
+    """Count each changed element in counts[key, token of zigzag − 1], whose last column has all larger tokens."""
     last = np.uint64(counts.shape[1] - 1)
-    ahead = PIECE * every
-    for i in range(0, min(ahead, positions.size), every):
+    for i in range(min(PIECE, positions.size)):
         prefetch(bits, np.uint64(positions[i]))
-    for i in range(0, positions.size, every):
-        if i + ahead < positions.size:
-            prefetch(bits, np.uint64(positions[i + ahead]))
+    for i in range(positions.size):
+        if i + PIECE < positions.size:
+            prefetch(bits, np.uint64(positions[i + PIECE]))
         key = np.uint64(bits[np.uint64(positions[i])] & magnitudes) >> shift
         counts[key, min(token_of(np.uint64(zigzag_of(distances[i])) - ONE), last)] += 1
 
@@ -91,25 +90,28 @@ def gaps_of_tensors(jobs, edges, magnitudes, limits, plain, positions, distances
     """Write the classes, gaps and values of the changes in bands of some tensors of a block.
 
     Args:
-        jobs: (n, 11) int64, each for one tensor: address and number of its old bits; in ``edges`` the first row edge,
-            the first column edge, and the end; the first tile of the bands in the block; first and last band; first and
-            last of their changes; whether the bits have the changes already.
+        jobs: (n, 13) int64, each for one tensor: address and number of its old bits, origin, stride, and whether they
+            have the changes already; in ``edges`` the first row edge, the first column edge, and the end; the first
+            tile of the bands in the block; first and last band; first and last of their changes.
         plain: (tiles of the block,) bool. positions, distances: of all changes of the block.
         kinds, gaps, values, sizes: output, as that of ``gaps_of_bands``, but of the block.
     """
     for job in range(jobs.shape[0]):
-        rows_at, columns_at, end, tile = jobs[job, 2], jobs[job, 3], jobs[job, 4], jobs[job, 5]
-        start, stop = jobs[job, 8], jobs[job, 9]
+        rows_at, columns_at, end, tile = jobs[job, 5], jobs[job, 6], jobs[job, 7], jobs[job, 8]
+        start, stop = jobs[job, 11], jobs[job, 12]
         gaps_of_bands(
-            carray(pointer(jobs[job, 0]), jobs[job, 1], distances.dtype), jobs[job, 10] > 0, edges[rows_at:columns_at],
-            edges[columns_at:end], jobs[job, 6], jobs[job, 7], magnitudes, limits, plain[tile:], positions[start:stop],
-            distances[start:stop], kinds[start:stop], gaps[start:stop], values[start:stop], sizes[tile:],
+            carray(pointer(jobs[job, 0]), jobs[job, 1], distances.dtype), jobs[job, 2], jobs[job, 3], jobs[job, 4] > 0,
+            edges[rows_at:columns_at], edges[columns_at:end], jobs[job, 9], jobs[job, 10], magnitudes, limits,
+            plain[tile:], positions[start:stop], distances[start:stop], kinds[start:stop], gaps[start:stop],
+            values[start:stop], sizes[tile:],
         )  # fmt: skip
 
 
 @_compile
 def gaps_of_bands(
     bits,
+    origin,
+    stride,
     after,
     row_edges,
     column_edges,
@@ -128,7 +130,7 @@ def gaps_of_bands(
     """Write the classes, gaps and values of the changes in some bands of a tensor, tile after tile, by ascending rank.
 
     Args:
-        bits: (numel,) old bits, which are not read in plain tiles. after: they have the changes already.
+        bits, origin, stride: old bits, see ``Matrix``; not read in plain tiles. after: they have the changes already.
         row_edges, column_edges: see ``Grid``.
         first, last: the bands. magnitudes, limits: see ``mask_tiles``. plain: (tiles of the bands,) bool.
         positions: (n,) int64 ascending, inside the bands. distances: (n,) of the width of ``bits``, none 0.
@@ -190,16 +192,16 @@ def gaps_of_bands(
                     buckets[i - np.uint64(begin)] = bucket
                     ends[bucket + ONE] += 1
             else:
+                source, source_origin, source_stride = bits, origin, stride
                 if after:
-                    first_held = top * columns + column_edges[start]
-                    past_held = (bottom - 1) * columns + column_edges[start + group]
-                    changed = slice(begin, end)
-                    _copy_before(bits, first_held, past_held, positions[changed], distances[changed], magnitudes, held)
-                    mask_tiles(
-                        held, -first_held, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before
-                    )
-                else:
-                    mask_tiles(bits, 0, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before)
+                    source, source_origin, source_stride = held, -top * columns - column_edges[start], columns
+                    _copy_before(
+                        bits, origin, stride, top, bottom, edges[0, 0], edges[masked - 1, 1], positions[begin:end],
+                        distances[begin:end], magnitudes, held, source_origin, columns,
+                    )  # fmt: skip
+                mask_tiles(
+                    source, source_origin, source_stride, top, bottom, edges[:masked], magnitudes, limits, masks, before
+                )
                 for i in range(np.uint64(begin), np.uint64(end)):
                     offset = positions[i] - top * columns
                     row = np.int64((np.float64(offset) + 0.5) * per_column)
@@ -239,18 +241,27 @@ def gaps_of_bands(
 
 
 @_compile
-def _copy_before(bits, start, stop, positions, distances, magnitudes, held):
-    """Copy bits[start:stop] to ``held`` as they were before the changes of those elements."""
-    for i in range(start, stop, COPIED):
-        for ahead in range(i + COPY_AHEAD, i + COPY_AHEAD + COPIED, LINE_BYTES // bits.itemsize):
-            prefetch(bits, np.uint64(ahead))
-        for j in range(i, min(i + COPIED, stop)):
-            held[np.uint64(j - start)] = bits[np.uint64(j)]
+def _copy_before(
+    bits, origin, stride, top, bottom, left, right, positions, distances, magnitudes, held, held_origin, columns
+):  # fmt: skip
+    """Copy a part of a matrix to another one, ``held``, as it was before the changes at ``positions``.
+
+    Args:
+        bits, origin, stride, held, held_origin, columns: the matrices, see ``Matrix``. top, bottom, left, right: the
+            part. positions, distances: all of them are inside ``held``.
+    """
+    for row in range(top, bottom):
+        first, shift = origin + row * stride + left, held_origin + row * columns - origin - row * stride
+        for i in range(first, first + right - left, COPIED):
+            for ahead in range(i + COPY_AHEAD, i + COPY_AHEAD + COPIED, LINE_BYTES // bits.itemsize):
+                prefetch(bits, np.uint64(ahead))
+            for j in range(i, min(i + COPIED, first + right - left)):
+                held[np.uint64(j + shift)] = bits[np.uint64(j)]
     mask = ~ZERO >> np.uint64(64 - 8 * bits.itemsize)
     sign = mask ^ np.uint64(magnitudes)
     mirror = _mirror_mask(sign, mask)
     for i in range(positions.size):
-        place = np.uint64(positions[i] - start)
+        place = np.uint64(held_origin + positions[i])
         key = _key(np.uint64(held[place]), sign, mirror) - np.uint64(distances[i])
         held[place] = _unkey(key & mask, sign, mirror)
 
