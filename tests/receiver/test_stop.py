@@ -244,6 +244,26 @@ def in_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
     return lambda: asyncio.to_thread(call)
 
 
+def test_a_close_that_was_cancelled_can_be_called_again(site: Site) -> None:
+    async def main() -> None:
+        engine = OneClient(Core(ModulePort(*site.world.models)))
+        sync = embedded.AsyncSync(engine, Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep"))
+        site.service = sync._service
+        setattr(engine, embedded.ATTACHED, sync)
+        await sync.wait(0, WAIT)
+        engine.holds = "describe"
+        await asyncio.wait_for(engine.held.wait(), WAIT)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sync.close(), 0.1)
+        assert getattr(engine, embedded.ATTACHED) is sync
+        engine.go_on.set()
+        await sync.close()
+        assert getattr(engine, embedded.ATTACHED) is None
+        assert not any(thread.is_alive() for thread in site.service._threads)
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_call_is_no_stop(site: Site) -> None:
     async def main() -> None:
         client = await site.start()

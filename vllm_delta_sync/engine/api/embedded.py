@@ -275,9 +275,10 @@ class AsyncSync:
             raise EngineError("the engine has ended, see its log; make a new one, and call attach_async for it")
 
     async def close(self) -> None:
-        """Stop following. The engine keeps the version it serves; pending calls raise EngineError."""
-        if self._closed:
-            return
+        """Stop following. The engine keeps the version it serves; pending calls raise EngineError.
+
+        After a call that was cancelled, another one waits for what is left.
+        """
         self._closed = True
         self._service.stop()
         # In a thread: a running commit needs the loop to finish.
@@ -285,7 +286,8 @@ class AsyncSync:
         for future in [*self._pending]:
             # Unlike an error set here, this lets the thread's answer come later, and be dropped.
             future.cancel()
-        setattr(self._engine, ATTACHED, None)
+        if getattr(self._engine, ATTACHED, None) is self:
+            setattr(self._engine, ATTACHED, None)
 
 
 async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> AsyncSync:
