@@ -23,6 +23,7 @@ from tests.e2e.fresh import make_engine, worker_of
 from tests.e2e.fresh import refusal as said
 from tests.e2e.world import World
 from tests.support.adapters import lose_adapter_memory
+from tests.support.exporting import file_size_limit
 
 RANK, ALPHA, LARGEST_RANK, SLOTS, HELD = 4, 6, 8, 2, 4
 TOKENS = 5
@@ -385,6 +386,22 @@ class Trial:
         layer.lora_b_stacked = buffers
         return seen | {"verdict": self.sync.verify()["verdict"]}
 
+    def disk_full(self) -> dict[str, Any]:
+        """Neither the next version nor the one before can be written; what is served stays."""
+        before: int = self.sync.status()["served"]["version"]
+        size = (self.folder / "adapter_model.safetensors").stat().st_size
+        served = self.llm.request(self.adapter.save())
+        self.adapter.publish()
+        with file_size_limit(size - 1):
+            seen: dict[str, Any] = {"to": said(self.sync.to), "back": said(lambda: self.sync.rollback(before - 1))}
+        seen |= {"served": self.served == before, "right": self.llm.say(self.sync.lora_request) == self.llm.say(served)}
+        seen["files"] = sorted(path.name for path in self.folder.iterdir())
+        seen["verdicts"] = [self.sync.verify()["verdict"]]
+        self.sync.rollback(before - 1)
+        seen["verdicts"].append(self.sync.verify()["verdict"])
+        self.sync.to()
+        return seen | {"later": self.served == before + 1, "right later": self.right()}
+
     # What the host copy alone would not tell
 
     def replaced(self) -> dict[str, Any]:
@@ -407,6 +424,7 @@ class Trial:
         seen |= {f"sleep {level}": self.sleeping(level) for level in (1, 2)}
         seen["changed"] = {name: self.changed(change) for name, change in self.changes()}
         seen["noticed"] = self.noticed()
+        seen["disk full"] = self.disk_full()
         quiet = (self.take_slots, self.take_all_places, self.remove, self.reset)
         seen["unchanged"] = {act.__name__: self.unchanged(act) for act in quiet}
         seen["swapped"] = {others: self.swapped(others) for others in (SLOTS, HELD)}

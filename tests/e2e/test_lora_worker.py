@@ -86,6 +86,16 @@ def test_another_adapter_under_the_same_number_is_noticed_before_the_next_versio
     assert (noticed["after"], noticed["right"]) == (noticed["before"] + 1, True)
 
 
+def test_a_full_disk_keeps_the_version_served(seen: dict[str, Any]) -> None:
+    """Where its files lie: a version and a rollback fail, and succeed once there is room."""
+    found = seen["disk full"]
+    refused = "engine: the files of adapter 'math' cannot be written: [Errno 27] File too large"
+    assert (found.pop("to"), found.pop("back")) == (refused, refused)
+    assert found.pop("files") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert found.pop("verdicts") == [True, True]
+    assert found == dict.fromkeys(("served", "right", "later", "right later"), True)
+
+
 def test_what_vllm_drops_and_loads_again_is_no_change(seen: dict[str, Any]) -> None:
     assert set(seen["unchanged"]) == {"take_slots", "take_all_places", "remove", "reset"}
     for case, found in seen["unchanged"].items():

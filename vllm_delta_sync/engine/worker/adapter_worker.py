@@ -187,16 +187,33 @@ class AdapterWorker(RankWorker):
         """Return to a version of the undo log, and let vLLM load it; if there was none, vLLM forgets the adapter.
 
         Raises:
-            WeightsLostError: vLLM does not load it.
+            EngineError: vLLM does not load it; the adapter is as before. WeightsLostError: nor does it load that.
         """
+        before, proven = self.version, self.confirmed
         done = super().revert(request)
         try:
-            # Without a version the weights are those from before this run's first commit.
-            self._load(self._config if self.version is not None else self._loaded_before)
+            self._load_version()
         except Exception as error:  # whatever it is, vLLM may hold something else than this copy
             self.intact = False
+            if proven and self._returns_to(before):
+                raise
             raise WeightsLostError(f"adapter {self.adapter.name!r} could not be put back: {error}") from error
         return done
+
+    def _returns_to(self, version: int | None) -> bool:
+        """Take back a revert that vLLM did not follow; returns whether vLLM has that version again."""
+        self.intact = True
+        try:
+            super().revert(protocol.Revert(version))
+            self._load_version()
+        except Exception:  # as above
+            logger.exception("adapter %r could not be put back", self.adapter.name)
+            self.intact = False
+        return self.intact
+
+    def _load_version(self) -> None:
+        """Let vLLM load the version of the host copy; without one, what it had before this run's first commit."""
+        self._load(self._config if self.version is not None else self._loaded_before)
 
     def _load(self, config: bytes | None) -> None:
         """Let vLLM load the host copy with a configuration; None: let it forget the adapter."""
@@ -238,7 +255,13 @@ def _zeros(measured: list[Fingerprint]) -> list[Fingerprint]:
 def _write(path: Path, data: bytes) -> None:
     """Replace a file, and check what a reader finds. Ranks of one node write the same file with the same bytes."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_bytes(data)
-    part.replace(path)
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        # A commit that fails on a full disk leaves the file as it was, and a revert must not fail there too.
+        if not path.exists() or path.read_bytes() != data:
+            raise
     if path.read_bytes() != data:
         raise EngineError(f"{str(path)!r} has other bytes than were written to it")
