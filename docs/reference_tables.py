@@ -26,6 +26,8 @@ STATUS_FIELDS = {
     "ready.reasons": "why not: causes with their remedies; empty if they may",
     "holding": "whether new versions wait for POST /delta_sync/release",
     "requested": "whether a request is under way that may lead to another version: sync, release or target",
+    "repairable": "whether weights were changed from outside and will be rebuilt from the bucket: soon, or with policy "
+    "manual at the next POST /delta_sync/sync",
     "undo": "versions that POST /delta_sync/rollback can revert to, newest first",
     "ranks": "one entry per rank, once the weights have been scanned",
     "ranks[].rank": "its number",

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
 from starlette.requests import Request
 
@@ -235,6 +236,28 @@ def test_held_below_is_409_also_while_it_waits(served: Served) -> None:
     assert (wait.status_code, wait.json()["error"]["kind"]) == (409, "unreachable")
     assert time.monotonic() - began < 1800
     assert served.outcomes == ["unreachable", "unreachable", "served"]
+
+
+@pytest.mark.parametrize(
+    ("served", "code"), [({}, 200), ({"policy": "manual"}, 409)], indirect=["served"], ids=["follow", "manual"]
+)
+def test_weights_that_are_being_rebuilt_are_waited_for(served: Served, code: int) -> None:
+    """They were changed from outside, and the bucket cannot be read. With policy manual a request must come first."""
+    rank: Any = served.site.port.ranks[0]
+    rank.model.norm.data.view(torch.int16)[3] ^= 1
+    run = Path(served.site.settings.bucket)
+    away = run.rename(run.with_name("away"))
+    served.site.service.request("verify").result(120)
+    assert served.get("status").json()["state"] == "refused"
+    waiting = later(served.ask, 0)
+    if code == 200:
+        served.wait_for_waiters(1)
+        away.rename(run)
+        served.tell("sync")
+    answer = waiting.result(120)
+    assert answer.status_code == code, answer.text
+    if code == 409:
+        assert "the setting policy is manual; POST /delta_sync/sync first" in answer.text
 
 
 def test_waiting_ends_with_the_server(served: Served) -> None:

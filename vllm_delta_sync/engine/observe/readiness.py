@@ -11,25 +11,22 @@ SYNC = "POST /delta_sync/sync"
 RELEASE = "POST /delta_sync/release to follow again"
 
 
-def readiness(
-    status: Answer, max_lag: int | None, asleep: bool, repairable: bool = False, ended: bool = False
-) -> Answer:
+def readiness(status: Answer, max_lag: int | None, asleep: bool, ended: bool = False) -> Answer:
     """Return ``ready`` and, where it is False, ``reasons``: short texts with cause and remedy.
 
     Args:
         status: as in ``GET /delta_sync/status``. max_lag: the setting. asleep: whether the engine sleeps.
-        repairable: whether weights were changed from outside, and the version before can be rebuilt.
         ended: whether the engine has died or is being stopped.
     """
-    reasons = [*_reasons(status, max_lag, asleep, repairable), *([ENDING] if ended else [])]
+    reasons = [*_reasons(status, max_lag, asleep), *([ENDING] if ended else [])]
     return {"ready": not reasons, "reasons": reasons}
 
 
-def _reasons(status: Answer, max_lag: int | None, asleep: bool, repairable: bool) -> list[str]:
+def _reasons(status: Answer, max_lag: int | None, asleep: bool) -> list[str]:
     served, lag, state = _served(status), lag_to_target(status), status["state"]
     if state in FINAL_STATES:
         remedy = "restart the server"
-        if state == "refused" and repairable:
+        if state == "refused" and status["repairable"]:
             remedy = f"{SYNC if status['policy'] == 'manual' else 'wait'}: the weights are rebuilt from the bucket"
         return [f"the state is {state}{_error(status)}; {remedy}"]
     reasons = []
@@ -52,7 +49,8 @@ def unreachable(status: Answer, version: int) -> str | None:
     served, target, state = _served(status), str(status["target"]), status["state"]
     head = (status["head"] or {}).get("version")
     wanted = f"version {version} is wanted, {served} is served, the head is {head}"
-    if state in FINAL_STATES:
+    repairs = state == "refused" and status["repairable"]
+    if state in FINAL_STATES and not repairs:
         return f"{wanted}, and the state is {state}{_error(status)}; ask another server"
     if status["requested"] or (served is not None and served >= version):
         return None
@@ -67,7 +65,7 @@ def unreachable(status: Answer, version: int) -> str | None:
 
 def _waits_for_request(status: Answer) -> bool:
     """Return whether the server does nothing until a request, by policy ``manual``."""
-    idle = status["state"] in ("idle", "waiting_for_run") and not status["requested"]
+    idle = status["state"] in ("idle", "waiting_for_run", "refused") and not status["requested"]
     return status["policy"] == "manual" and idle
 
 

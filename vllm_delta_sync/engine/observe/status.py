@@ -188,10 +188,11 @@ class StatusBoard:
             "target": self.target,
             "holding": self.holding,
             "requested": bool(self.requests),
+            "repairable": self.repair_target is not None,
         }
 
     def _readiness(self, standing: Answer) -> Answer:
-        return readiness(standing, self._max_lag, self.asleep, self.repair_target is not None, self.has_ended())
+        return readiness(standing, self._max_lag, self.asleep, self.has_ended())
 
     def _lag(self) -> int | None:
         if self.served is None or self.head is None:
