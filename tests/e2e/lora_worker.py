@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from tests.e2e.fresh import refusal as said
 from tests.e2e.world import World
 from tests.support.adapters import lose_adapter_memory
 from tests.support.exporting import file_size_limit
+from vllm_delta_sync.process_folders import PREFIX
 
 RANK, ALPHA, LARGEST_RANK, SLOTS, HELD = 4, 6, 8, 2, 4
 TOKENS = 5
@@ -411,11 +413,12 @@ class Trial:
         return {"served": self.served, "right": self.right(), "verify": self.sync.verify()["verdict"]}
 
     def attached_again(self) -> dict[str, Any]:
-        """What vLLM is to load then lies in another folder."""
-        before = self.folder
+        """What vLLM is to load stays in its folder, and no other one is made."""
+        before, folders = self.folder, set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
         self.sync = self.follow()
         self.sync.to()
-        seen = {"moved": self.folder != before, "right": self.right()}
+        made = set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) - folders
+        seen = {"moved": self.folder != before, "made": sorted(map(str, made)), "right": self.right()}
         self.reset()
         return seen | {"loaded again": self.right(), "verify": self.sync.verify()["verdict"]}
 

@@ -26,6 +26,8 @@ from vllm_delta_sync.settings import Settings, load_settings
 
 ATTACHED = "delta_sync_attached"
 """Attribute of an engine: what ``attach_async`` returned; of an ``LLM``: what ``attach`` returned last, by adapter."""
+ADAPTERS = "delta_sync_adapters"
+"""Attribute of both: its adapters by name. Their folders stay until the process ends, as vLLM may read them again."""
 
 
 class OfflineSync:
@@ -121,7 +123,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
         )
     settings = _settings(bucket, trusted_keys)
     check_engine(llm.llm_engine.vllm_config, settings.prefix_cache, offline=True)
-    adapter = _make_adapter(settings, llm.llm_engine.vllm_config)
+    adapter = _make_adapter(settings, llm, llm.llm_engine.vllm_config)
     sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
     attached: dict[str | None, OfflineSync] = vars(llm).setdefault(ATTACHED, {})
     if (earlier := attached.get(settings.lora_name)) is not None:
@@ -130,8 +132,8 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     return sync
 
 
-def _make_adapter(settings: Settings, vllm_config: Any) -> Adapter | None:
-    """Return the adapter that the setting ``lora_name`` names; None if there is none.
+def _make_adapter(settings: Settings, engine: Any, vllm_config: Any) -> Adapter | None:
+    """Return an engine's adapter that the setting ``lora_name`` names, the same at each call; None if there is none.
 
     Raises:
         SettingsError: ``lora_adapters`` is set. EngineError: vLLM was started without LoRA.
@@ -141,7 +143,10 @@ def _make_adapter(settings: Settings, vllm_config: Any) -> Adapter | None:
     if settings.lora_name is None:
         return None
     check_lora(vllm_config, [settings.lora_name])
-    return make_adapter(settings.lora_name)
+    adapters: dict[str, Adapter] = vars(engine).setdefault(ADAPTERS, {})
+    if settings.lora_name not in adapters:
+        adapters[settings.lora_name] = make_adapter(settings.lora_name)
+    return adapters[settings.lora_name]
 
 
 def _lora_request(adapter: Adapter | None, served: int | None) -> Any:
@@ -170,7 +175,7 @@ class AsyncSync:
 
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine = engine
-        self._adapter = _make_adapter(settings, engine.vllm_config)
+        self._adapter = _make_adapter(settings, engine, engine.vllm_config)
         # An adapter has only a part of the engine's label.
         turns = None if self._adapter is None else threading.RLock()
         port = ServerEnginePort(engine, asyncio.get_running_loop(), settings, self._adapter, turns)
