@@ -258,7 +258,8 @@ api/embedded.py | ATTACHED
 core/ports.py | OFFLINE
     vllm: LLM.llm_engine
     vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.engine_core
-    vllm.v1.engine.core_client: SyncMPClient.call_utility(method); InprocClient.engine_core
+    vllm.v1.engine.core_client: SyncMPClient.call_utility(method); SyncMPClient.ensure_alive();
+        InprocClient.engine_core
 compat/features.py | REFUSALS
     vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
         ParallelConfig.local_engines_only; ParallelConfig.distributed_executor_backend

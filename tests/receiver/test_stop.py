@@ -6,9 +6,12 @@ Everything is real but vLLM: the service and its threads, its port, event loops,
 import asyncio
 import gc
 import logging
+import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +24,8 @@ from tests.support.world import World
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.api import embedded
 from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
-from vllm_delta_sync.engine.core.ports import ServerEnginePort
+from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.protocol import decode_request
 from vllm_delta_sync.errors import EngineError
@@ -76,6 +80,24 @@ class OneClient(Client):
         if self.errored:
             raise EngineDeadError("EngineCore encountered an issue")
         return await super()._call_utility_async(method, *args, engine=engine)
+
+
+class LocalClient:
+    """The client of an ``LLM`` whose engine has a process of its own, and dies in one operation."""
+
+    def __init__(self, core: Core, dies_in: str) -> None:
+        self.core, self.dies_in, self.dead = core, dies_in, False
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        operation = decode_request(args[0]).operation if args and isinstance(args[0], bytes) else method
+        if operation == self.dies_in:
+            self.dead = True
+            threading.Event().wait()
+        return self.core.utility(method, *args)
+
+    def ensure_alive(self) -> None:
+        if self.dead:
+            raise EngineDeadError("EngineCore encountered an issue")
 
 
 class Site:
@@ -216,6 +238,30 @@ def test_a_call_that_an_engine_has_not_answered_ends_with_it(site: Site) -> None
         site.service.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("moment", "kind"), [("stage", "engine"), ("commit", "weights_lost")])
+def test_a_call_that_the_engine_of_an_llm_has_not_answered_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, kind: str
+) -> None:
+    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, heartbeat: None)
+    world = World(tmp_path)
+    client = LocalClient(Core(ModulePort(*world.models)), moment)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client, has_unfinished_requests=lambda: False))
+    settings = Settings(bucket=world.url, prefix_cache="keep")
+    receiver = Receiver(OfflineEnginePort(llm, settings), settings)
+    receiver.advance()
+    world.train(1)
+    ended: Future[None] = Future()
+
+    def advance() -> None:
+        with pytest.raises(EngineError, match="the engine failed: EngineDeadError") as caught:
+            receiver.advance()
+        assert caught.value.kind == kind
+        ended.set_result(None)
+
+    threading.Thread(target=advance, daemon=True).start()
+    ended.result(20)
 
 
 @pytest.mark.parametrize("end", ["close", "shutdown", "death"])

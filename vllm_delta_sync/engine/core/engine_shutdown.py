@@ -1,4 +1,4 @@
-"""How a server notices that an engine ends: ``watch_shutdown`` on purpose, ``ask_engines`` in the middle of a call.
+"""How callers notice that an engine ends: ``watch_shutdown`` on purpose, ``ask_engines``, ``ask_engine`` in a call.
 
 ``fail_when_engine_died`` makes the server's exit status tell the two apart.
 """
@@ -6,6 +6,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from vllm_delta_sync.engine.compat.patches import wrap_method
@@ -81,3 +82,23 @@ async def ask_engines(client: Any, calls: Iterable[Awaitable[Any]]) -> list[Any]
         if isinstance(outcome, BaseException):
             raise outcome
     return outcomes
+
+
+def ask_engine(client: Any, method: str, *args: Any) -> Any:
+    """Return the answer to a call of an ``LLM``'s engine in a process of its own. Cause and removal as ``ask_engines``.
+
+    Raises:
+        Exception: what the call raises, or vLLM's error that the engine is dead.
+    """
+    answer: Future[Any] = Future()
+
+    def call(name: str) -> None:
+        try:
+            answer.set_result(client.call_utility(name, *args))
+        except Exception as error:  # noqa: BLE001  the caller gets it through the future
+            answer.set_exception(error)
+
+    threading.Thread(target=call, args=(method,), name="delta-sync-call", daemon=True).start()
+    while not wait([answer], ALIVE_CHECK_SECONDS).done:
+        client.ensure_alive()
+    return answer.result()

@@ -21,7 +21,7 @@ import msgspec
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError, EngineStopped
 from vllm_delta_sync.engine.compat.version_labels import version_label
-from vllm_delta_sync.engine.core.engine_shutdown import ask_engines, watch_shutdown
+from vllm_delta_sync.engine.core.engine_shutdown import ask_engine, ask_engines, watch_shutdown
 from vllm_delta_sync.engine.core.pause_watchdog import NOT_PAUSED
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.weight_memory import ASLEEP
@@ -405,7 +405,7 @@ class OfflineEnginePort:
         client = self._llm.llm_engine.engine_core
         try:
             if hasattr(client, "call_utility"):
-                return client.call_utility(method, *args)
+                return ask_engine(client, method, *args)
             return getattr(client.engine_core, method)(*args)
         except Exception as error:  # vLLM reports a worker's failure as a bare exception
             raise _engine_error(error) from error
