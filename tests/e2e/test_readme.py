@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.docs.test_docs import ROOT, SHARED, named, run_python, trainer_of_the_readme
+from tests.e2e import warm
 from tests.e2e.servers import Server, free_port, serving
 from tests.support.commands import delta_sync
 from tests.support.tiny import make_model, save_checkpoint
@@ -47,7 +48,7 @@ def lines(document: str, name: str) -> list[str]:
     return named(document, name).replace("\\\n", " ").splitlines()
 
 
-def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
+def test_trainer_server_requests_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / MODEL)
     shared = str(tmp_path / "shared")
     trainer = trainer_of_the_readme(tmp_path / "shared")
@@ -88,3 +89,12 @@ def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
             assert (words[0], done.code) == ("delta-sync", 0), done
         assert server.wait_served(last)["served"]["version"] == last
     assert open_run(f"{shared}/second-run").manifest(0).base is not None
+    # As users have it, the engine of an ``LLM`` is a process of its own.
+    for name, value in warm.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    offline = named("docs/serve.md", "offline").replace(SHARED, shared)
+    small = offline.replace(f'LLM("{MODEL}", ', f'LLM("{MODEL}", enforce_eager=True, max_model_len=256, ')
+    assert small != offline
+    said = run_python(f"{small}    print(sync.status()['served'], flush=True)\n", tmp_path)
+    assert re.findall(r"'version': (\d+)", said) == ["3", "3"]
+    assert "\nTrue\n" in said
