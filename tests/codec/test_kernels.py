@@ -225,3 +225,32 @@ def test_compiled_code_needs_no_place_to_be_kept(writable: bool, tmp_path: Path)
     lines = done.stderr.splitlines()
     assert len(lines) == (0 if writable else 1), done.stderr
     assert all("no locator available" in line and "set NUMBA_CACHE_DIR" in line for line in lines)
+
+
+def test_compiled_code_that_cannot_be_kept_or_read_is_compiled_anew(tmp_path: Path) -> None:
+    """With a full disk, as its limit of file sizes stands for here, and with files that a power failure has emptied."""
+
+    def run(limit: str = "resource.RLIM_INFINITY") -> str:
+        code = (
+            f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+            "import numpy as np\n"
+            "from vllm_delta_sync.format import kernels\n"
+            "kernels.first_not_ascending(*np.arange(3)[:, None])\n"
+            "kernels.fingerprint_range(np.zeros(1, np.uint8), np.int64(0), np.uint64(0))\n"
+            "loops = kernels.first_not_ascending, kernels.fingerprint_range\n"
+            "print(*(sum(loop.stats.cache_hits.values()) for loop in loops), end=' ')\n"
+        )
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    full = run("4096")
+    assert full.startswith("0 0 each process compiles its loops again, which takes seconds: File too large")
+    assert (full.count("\n"), str(tmp_path) in full) == (1, True)
+    assert (run(), run()) == ("0 0 ", "1 1 ")
+    for kind in "nbi", "nbc":
+        for file in tmp_path.rglob(f"*.{kind}"):
+            file.write_bytes(b"")
+        assert (run(), run()) == ("0 0 ", "1 1 ")

@@ -7,16 +7,21 @@ has all bits of the width set. tests/codec/test_kernels.py compares each functio
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
+from contextlib import contextmanager, suppress
+
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba import carray, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
+from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
+_log = LogThrottle(logger, ONCE)
 
 
 def _let_modules_be_scanned(library):
@@ -60,16 +65,48 @@ def _can_cache():
     try:
         numba.njit(cache=True)(probe)
     except RuntimeError as error:
-        logger.warning(
-            "each process compiles its loops again, which takes seconds: %s; set NUMBA_CACHE_DIR to a writable "
-            "directory to cache them",
-            error,
-        )
+        _warn_uncached(error)
         return False
     return True
 
 
-_compile = numba.njit(cache=_can_cache(), nogil=True)
+def _warn_uncached(reason):
+    _log.warn(
+        f"each process compiles its loops again, which takes seconds: {reason}; set NUMBA_CACHE_DIR to a writable "
+        "directory to cache them",
+        "cache",
+    )
+
+
+class _LoopCache(FunctionCache):
+    """numba's cache of a compiled loop. If it cannot be used, the loop is compiled and runs all the same.
+
+    Cause: numba raises from the call of a loop what reading and writing its cache raises. Symptom: with a full disk, or
+    a file that a power failure has emptied, nothing can be published, served or verified. Remove when: numba does this.
+    """
+
+    @contextmanager
+    def _guard_against_spurious_io_errors(self):
+        try:
+            yield
+        except OSError as error:
+            _warn_uncached(f"{error.strerror or error} ({self.cache_path})")
+        except Exception:  # noqa: BLE001  whatever reading a damaged file ends with
+            with suppress(OSError):
+                self.flush()  # so that it is written anew
+
+
+_CACHES = _can_cache()
+
+
+def _compile(function):
+    """Return a loop that is compiled when it is first called."""
+    loop = numba.njit(nogil=True)(function)
+    if _CACHES:
+        loop._cache = _LoopCache(function)
+    return loop
+
+
 _inline = numba.njit(inline="always")
 
 
