@@ -57,6 +57,7 @@ _REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files",
     errno.ENOTDIR: "give a directory as the bucket",
+    errno.EXDEV: "put the whole bucket on one file system that has hard links: no folder in it may be its own mount",
     errno.ESTALE: "its server no longer knows it: mount it again",
 }
 _Result = TypeVar("_Result")

@@ -201,6 +201,19 @@ def test_a_full_disk(limit: int, remedy: str, tmp_path: Path) -> None:
     assert remedy in first
 
 
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_a_folder_that_is_a_mount_of_its_own_is_named(if_absent: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    prefix = small_disk(folder, "1m")
+    if not prefix:
+        pytest.skip("no small file system can be mounted here")
+    code = f"from vllm_delta_sync.bucket import open_bucket; open_bucket({str(tmp_path)!r}).put('objects/a', b'x', "
+    command = [*prefix, sys.executable, "-c", f"{code}if_absent={if_absent})"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "on one file system that has hard links: no folder in it may be its own mount" in done.stderr
+
+
 def _all_descriptors() -> Iterator[int]:
     while True:
         try:
