@@ -43,6 +43,42 @@ def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         opened("gs://bucket/run")
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name", "value", "said"),
+    [
+        ("s3", "AWS_ENDPOINT_URL", "localhost:9000", "no address of a store; write http://host:port"),
+        ("s3", "AWS_ENDPOINT_URL_S3", "", "no address of a store"),
+        ("s3", "AWS_ENDPOINT_URL", "me:secret@localhost:9000", "is 'localhost:9000', which"),
+        ("s3", "AWS_ENDPOINT_URL", "http://localhost:99999", "no address of a store"),
+        ("gs", "GOOGLE_BASE_URL", "http://localhost:9000\r", "no address of a store"),
+        ("az", "AZURE_STORAGE_ENDPOINT", "localhost:9000", "no address of a store"),
+        ("s3", "AWS_ACCESS_KEY_ID", "key\r", "control character"),
+        ("s3", "AWS_SESSION_TOKEN", "token\n", "control character"),
+        ("s3", "AWS_REGION", "us-east-1\r", "control character"),
+        ("az", "AZURE_STORAGE_ACCOUNT_NAME", "account\r", "control character"),
+    ],
+)
+def test_variables_that_the_client_would_panic_on_are_named(
+    scheme: str, name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known, key in {**KEYS, **ANYBODY, name: value}.items():
+        monkeypatch.setenv(known, key)
+    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
+    with pytest.raises(UsageError, match=rf"{name}\b.*{said}"):
+        opened(f"{scheme}://bucket/run")
+
+
+def test_panic_of_the_client_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    bucket = opened("s3://bucket/run", "http://%zz:9000")
+    for call in (lambda: bucket.get("key"), lambda: bucket.put("key", b"x"), lambda: list(bucket.list())):
+        with pytest.raises(StoreError, match=r"InvalidAuthority.*check store_endpoint"):
+            call()
+    with pytest.raises(UsageError, match="store_endpoint is 'http://localhost:x', which is no address"):
+        opened("s3://bucket/run", "http://localhost:x")
+
+
 def test_without_the_library() -> None:
     code = (
         "import sys; sys.modules['obstore'] = sys.modules['obstore.exceptions'] = None\n"

@@ -132,6 +132,13 @@ class ObjectReader(Bucket):
             if isinstance(failure, AccessError):
                 self._clients.renew()
             raise failure from error
+        except BaseException as error:  # a panic of obstore's is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise StoreError(
+                f"cannot {action} of {self.url}: its client failed ({str(error)[:200]}); check store_endpoint and the "
+                "variables of that store in the environment"
+            ) from None
         self._answered = True
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause
 from vllm_delta_sync.errors import StoreError, UsageError
@@ -30,6 +32,12 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 _OPTION_OF_ENDPOINT = {"s3": ("endpoint", "aws_endpoint_url_s3"), "gs": ("base_url",), "az": ("endpoint",)}
+_TEXTS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"),
+    "gs": (),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN"),
+}
+"""Variables that obstore writes into requests as they are."""
 _KEYS_OF_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE")
 _ROLES_OF_AWS = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -207,15 +215,46 @@ def _in_memory(location: StoreLocation, options: StoreOptions, client: dict[str,
 
 
 def _endpoint(scheme: str, options: StoreOptions) -> dict[str, str]:
+    """Return the configured address of the store as an option of obstore.
+
+    Raises:
+        UsageError: it is none, or a variable has a control character: obstore would panic at the first request.
+    """
+    for name in _TEXTS[scheme]:
+        if re.search(r"[\x00-\x1f\x7f]", os.environ.get(name, "")):
+            raise UsageError(
+                f"environment variable {name} has a control character, such as the line end of a file; remove it"
+            )
+    for name, address in _given_endpoints(scheme, options).items():
+        if not _is_address(address):
+            shown = address.rpartition("@")[2].partition("?")[0][:200]
+            raise UsageError(
+                f"{name} is {shown!r}, which is no address of a store; write http://host:port or https://host:port, or "
+                "unset it"
+            )
     # Set every name of this option, or another name in the environment would take precedence.
     return {} if options.store_endpoint is None else dict.fromkeys(_OPTION_OF_ENDPOINT[scheme], options.store_endpoint)
 
 
+def _given_endpoints(scheme: str, options: StoreOptions) -> dict[str, str]:
+    """Return addresses by the names of the setting or of the variables that give them."""
+    if options.store_endpoint is not None:
+        return {"store_endpoint": options.store_endpoint}
+    return {name: os.environ[name] for name in _ENDPOINTS[scheme] if name in os.environ}
+
+
+def _is_address(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return valid and re.fullmatch("[!-~]+", address) is not None
+
+
 def _plain_http(scheme: str, options: StoreOptions) -> dict[str, bool]:
     """Allow requests without TLS if the configured endpoint is http://."""
-    given = options.store_endpoint or next(
-        (os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), ""
-    )
+    given = next(iter(_given_endpoints(scheme, options).values()), "")
     return {"allow_http": True} if given.startswith("http://") else {}
 
 
