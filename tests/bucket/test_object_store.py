@@ -56,6 +56,7 @@ def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3", "AWS_SESSION_TOKEN", "token\n", "control character"),
         ("s3", "AWS_REGION", "us-east-1\r", "control character"),
         ("az", "AZURE_STORAGE_ACCOUNT_NAME", "account\r", "control character"),
+        ("s3", "AWS_ACCESS_KEY_ID", "", "is empty; unset it"),
     ],
 )
 def test_variables_that_the_client_would_panic_on_are_named(

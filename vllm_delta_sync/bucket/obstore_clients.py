@@ -264,7 +264,7 @@ def _aws_credentials(environment: Mapping[str, str]) -> Callable[[], Any] | None
     Keys in the environment take precedence over profiles, as in boto3.
 
     Raises:
-        UsageError: boto3 is required and not installed.
+        UsageError: boto3 is required and not installed; or the key is empty, with which obstore would sign requests.
         ValueError: boto3 finds no credentials in a profile.
     """
     if any(environment.get(name) for name in _KEYS_OF_AWS):
@@ -284,6 +284,8 @@ def _aws_credentials(environment: Mapping[str, str]) -> Callable[[], Any] | None
         found = _profile_credentials(profile)
         if found is not None:
             return found
+    if "AWS_ACCESS_KEY_ID" in environment:
+        raise UsageError("environment variable AWS_ACCESS_KEY_ID is empty; unset it, or set it to the id of a key")
     machine = environment.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true"
     return None if role or (machine and not bare_role) else _none_found
 
