@@ -79,7 +79,10 @@ class Shards:
             self._put(ref, path)
             path.unlink()
 
-        self._uploads.add(start_call(store))
+        try:
+            self._uploads.add(start_call(store))
+        except RuntimeError:  # there are too many threads
+            store()
         return ref
 
     def __enter__(self) -> Self:

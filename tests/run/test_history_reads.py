@@ -117,6 +117,21 @@ def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_p
     assert run.head().version == 2
 
 
+def test_a_poll_that_no_thread_can_be_started_for_reads_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    chain = Chain(tmp_path)
+    chain.grow()
+    run = RunReader(Far(chain.folder))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with run.prefetching(0, expected=1):
+        assert run.is_current()
+        assert run.head().version == 1
+
+
 def test_a_head_with_a_fingerprint_of_each_tensor_is_parsed_once_and_its_damage_is_seen(tmp_path: Path) -> None:
     """Parsing it takes a third of a second for 36,000 tensors, and a server polls every two seconds."""
     chain = Chain(tmp_path)

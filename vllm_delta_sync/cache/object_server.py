@@ -184,14 +184,15 @@ class ObjectServer:
             return Slice(file, start, length, info.st_size, requested is not None)
 
     def _fetch_once(self, digest: str) -> Future[None] | None:
-        """Return the fetch of an object, started if nothing fetches it; None if too many run."""
+        """Return the fetch of an object, started if nothing fetches it; None if too many fetches or threads run."""
         with self._lock:
             now = time.monotonic()
             self._failures = {each: item for each, item in self._failures.items() if now < item[0] + FAILURE_SECONDS}
             if digest in self._failures:
                 raise self._failures[digest][1]
             if digest not in self._jobs and len(self._jobs) < MAX_FETCHES:
-                self._jobs[digest] = start_call(self._fetch, digest)
+                with suppress(RuntimeError):  # there are too many threads: who asked is to ask again
+                    self._jobs[digest] = start_call(self._fetch, digest)
             return self._jobs.get(digest)
 
     def _fetch(self, digest: str) -> None:

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
@@ -61,9 +61,11 @@ class Prefetcher:
         Args:
             wanted: key → the most bytes that the document may have.
         """
-        if self.is_remote:
-            self._under_way = {key: start_call(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
         try:
+            if self.is_remote:
+                with suppress(RuntimeError):  # there are too many threads: ``get`` reads what is not under way
+                    for key, most in wanted.items():
+                        self._under_way[key] = start_call(self._bucket.get, key, max_bytes=most)
             yield
         finally:
             self._under_way = {}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,17 @@ def test_start_that_succeeds_late_keeps_its_run(look: int, bucket: Hooked, train
     with pytest.raises(ConflictError, match="begun by another publisher just now"):
         Publisher(trainer.live, bucket)
     assert open_run(bucket.url).verify().head == 0
+
+
+def test_start_that_can_start_no_threads_for_its_uploads(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "delta-sync-call":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    expect_run(bucket, trainer)
