@@ -170,6 +170,18 @@ def test_a_completion_whose_answer_was_lost_is_tried_again(answers: Answers, tmp
     assert len(done) == 2
 
 
+def test_a_completion_that_succeeds_with_an_error_is_tried_again(answers: Answers, tmp_path: Path) -> None:
+    """S3 sends the status before it has joined the parts, and may fail at that. Its client asks a few times at once."""
+    source = tmp_path / "source"
+    source.write_bytes(bytes(9 << 20))
+    error = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
+    begun = Answer(200, UPLOAD_BEGUN)
+    stored = {"POST": Answer(200, error), "PUT": Answer(200, b"", {"ETag": '"e"'}), "DELETE": Answer(204)}
+    answers.reply = lambda asked: begun if asked.path.endswith("?uploads=") else stored.get(asked.method, Answer(404))
+    with pytest.raises(UnavailableError, match=r"answered InternalError: We encountered an internal error\."):
+        opened(URL, answers.url).put("key", source)
+
+
 def test_nobody_there_and_nobody_answering() -> None:
     with silent() as nobody:
         for endpoint, cause in ((f"http://127.0.0.1:{closed_port()}", "no connection"), (nobody, "no answer in time")):

@@ -103,10 +103,13 @@ class Cause:
         full_text = str(error)
         first = full_text.split("\n\nDebug source:")[0].strip()
         status, code, message = _STATUS.search(first), _CODE.search(first), _MESSAGE.search(first)
+        reason = ": ".join(found[1].strip() for found in (code, message) if found is not None)
         if status is not None:
-            reason = ": ".join(found[1].strip() for found in (code, message) if found is not None)
             text = f"the store answered {status[1]}{status[2] or ''}" + (f" ({reason})" if reason else "")
             return cls(int(status[1]), code[1] if code else "", text, False)
+        if code is not None:
+            # S3 may answer the completion of an upload with status 200 and an error.
+            return cls(None, code[1], f"the store answered {reason}", False)
         if _NETWORK.search(full_text) is None:
             return cls(None, "", " ".join(re.sub(r"\S+://\S+", "…", first).split(" - ")[-1].split())[:300], False)
         if "kind: Timeout" in full_text or "TimedOut" in full_text:
