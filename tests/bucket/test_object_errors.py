@@ -57,6 +57,7 @@ def calls(bucket: Bucket) -> dict[str, Callable[[], object]]:
     [
         (400, "Foo", StoreError, "check the bucket URL"),
         (400, "ExpiredToken", AccessError, "new credentials"),
+        (400, "AuthorizationHeaderMalformed", StoreError, "AWS_REGION"),
         (400, "RequestTimeout", UnavailableError, "try again"),
         (401, "", AccessError, "check"),
         (403, "AccessDenied", AccessError, "s3:PutObject"),

@@ -187,7 +187,7 @@ def _missing(cause: Cause, failed: str, request: FailedRequest) -> DeltaSyncErro
 
 
 def _remedy(cause: Cause, full_text: str) -> str:
-    if "redirect" in cause.text:
+    if "redirect" in cause.text or cause.code == "AuthorizationHeaderMalformed":
         return "set AWS_REGION to the region of the bucket, or store_endpoint to the address of the store"
     if cause.status == 501:
         return "use a store that supports If-None-Match on PUT, which create-if-absent requires"
