@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.codec.tiling import (
     whole,
 )
 from tests.support import reference_tiles as reference
+from tests.support.running import run_python
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import BlockEntries
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
@@ -541,3 +543,14 @@ def test_set_bits_are_found_by_their_rank(select: Callable[[np.uint64, np.uint64
     for word in (1, 1 << 63, (1 << 64) - 1, 0x8000000000000001, *sparse):
         places = [place for place in range(64) if word >> place & 1]
         assert [int(select(np.uint64(word), np.uint64(rank))) for rank in range(len(places))] == places
+
+
+@pytest.mark.parametrize("limit", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "-bmi2"}])
+def test_loops_are_compiled_for_the_processor_that_numba_is_limited_to(limit: dict[str, str], tmp_path: Path) -> None:
+    """LLVM ends the process that asks for an instruction which its target lacks."""
+    code = (
+        "import numpy as np\n"
+        "from vllm_delta_sync.codec.tiles import decode_kernels\n"
+        "print(decode_kernels._select(np.uint64(0b1011000), np.uint64(1)))\n"
+    )
+    assert run_python("-c", code, environment={**limit, "NUMBA_CACHE_DIR": str(tmp_path)}).stdout == "4\n"

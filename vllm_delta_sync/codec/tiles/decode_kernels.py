@@ -7,8 +7,9 @@ Streams are not trusted: for any bytes, a loop ends and writes only inside the a
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from llvmlite.binding import get_host_cpu_features, get_host_cpu_name  # type: ignore[import-untyped]
+from llvmlite.binding import get_host_cpu_name  # type: ignore[import-untyped]
 from numba import carray, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
@@ -38,7 +39,9 @@ _WINDOW = np.uint64(57)
 """Bits that one load gives at least."""
 
 
-DEPOSITS = get_host_cpu_features().get("bmi2", False) and get_host_cpu_name() not in ("bdver4", "znver1", "znver2")
+# What numba compiles for, which NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may limit: for others LLVM ends the process.
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+DEPOSITS = "+bmi2" in _FEATURES and get_host_cpu_name() not in ("bdver4", "znver1", "znver2")
 """Whether the processor has the instruction PDEP, and does not take hundreds of cycles for it."""
 
 
