@@ -11,6 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from tests.support.answers import untrusted
 from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
@@ -176,6 +177,15 @@ def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket) -> None
             assert isinstance(caught.value, DeltaSyncError)
         hub.clear_faults()
     assert bucket.get("a") == b"x"
+
+
+def test_certificate_that_is_not_trusted_is_named_at_once(tmp_path: Path) -> None:
+    """As where a company's proxy opens the connections of its network."""
+    with untrusted(tmp_path) as url:
+        bucket = HubBucket(parse_store_url(URL), StoreOptions(store_endpoint=url))
+        with pytest.raises(StoreError, match=r"certificate verify failed.*SSL_CERT_FILE") as caught:
+            bucket.get("a")
+    assert type(caught.value) is StoreError
 
 
 def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:

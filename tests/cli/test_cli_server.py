@@ -7,24 +7,15 @@ import json
 import re
 import shutil
 import socket
-import ssl
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 from fastapi import FastAPI
 
-from tests.support.answers import Answer, answering, closed_port, dripping, silent
+from tests.support.answers import Answer, answering, closed_port, dripping, silent, untrusted
 from tests.support.chains import Chain
 from tests.support.commands import Done, answer, delta_sync, kind, refusal, shown
 from tests.support.web import TOKEN, Site, listening
@@ -246,22 +237,7 @@ def test_nobody_listens_or_answers() -> None:
 
 
 def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    made = made.serial_number(1).not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
-    file, secret = tmp_path / "server.pem", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    file.write_bytes(secret + made.sign(key, SHA256()).public_bytes(Encoding.PEM))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(file)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-
-        def shake() -> None:
-            with suppress(OSError):
-                context.wrap_socket(listener.accept()[0], server_side=True).close()
-
-        pool.submit(shake)
-        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+    with untrusted(tmp_path) as url:
         failed(delta_sync("status", "--server", url), 4, "unavailable", "certificate verify failed", "SSL_CERT_FILE")
 
 

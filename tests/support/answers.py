@@ -3,11 +3,21 @@
 For what no real store does on order."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 
 @dataclass(frozen=True)
@@ -139,3 +149,30 @@ def in_pieces(data: bytes, asked: Asked) -> Answer:
     if start >= len(data):
         return Answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
     return Answer(206, data[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
+
+
+@contextmanager
+def untrusted(folder: Path) -> Iterator[str]:
+    """The address of a server with a certificate that no client trusts; a connection ends with its handshake."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
+    file, secret = folder / "server.pem", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    file.write_bytes(secret + made.sign(key, SHA256()).public_bytes(Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def shake() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with suppress(OSError), connection:
+                        context.wrap_socket(connection, server_side=True).close()
+
+        pool.submit(shake)
+        try:
+            yield f"https://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)

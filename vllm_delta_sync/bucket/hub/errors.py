@@ -25,6 +25,7 @@ _FULL_STATUS = (402, 413, 507)
 _XET_STATUS = re.compile(r"\(([1-5]\d\d) [A-Z]|status(?: code)?:? ([45]\d\d)")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LOCAL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR)
+_CERTIFICATE = re.compile(r"(?i)certificate|UnknownIssuer|NotValidForName")
 _MAX_TEXT = 300
 
 
@@ -93,6 +94,8 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"InvalidURL", "UnsupportedProtocol", "TooManyRedirects"}:
         return StoreError(f"{failed}: {text_of(error)}; check HF_ENDPOINT or store_endpoint")
+    if _CERTIFICATE.search(str(error)):
+        return StoreError(f"{failed}: {text_of(error)}; for a private CA, set SSL_CERT_FILE to its certificate file")
     status = _status(error)
     if status is not None or names & {"XetAuthenticationError", "XetObjectNotFoundError"}:
         return _refused_by_store(error, status, names, failed, location)
