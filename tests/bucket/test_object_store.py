@@ -41,6 +41,13 @@ def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
     with pytest.raises(UsageError, match=r"/nowhere/key\.json"):
         opened("gs://bucket/run")
+    # As in a small container.
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="no CA certificates are here; install ca-certificates, or set SSL_CERT_FILE"):
+        opened("s3://bucket/run")
 
 
 @pytest.mark.parametrize(

@@ -136,10 +136,10 @@ class Clients:
         try:
             return self._build(client, retry)
         except CLIENT_ERRORS as error:
-            raise UsageError(
-                f"bucket URL {self._url!r} cannot be opened: {Cause.of(error).text}; check the variables "
-                "of that store in the environment"
-            ) from error
+            problem = f"{Cause.of(error).text}; check the variables of that store in the environment"
+            if "No CA certificates" in str(error):
+                problem = "no CA certificates are here; install ca-certificates, or set SSL_CERT_FILE to a file of them"
+            raise UsageError(f"bucket URL {self._url!r} cannot be opened: {problem}") from error
 
 
 def check_process(url: str) -> None:
