@@ -188,6 +188,17 @@ def test_certificate_that_is_not_trusted_is_named_at_once(tmp_path: Path) -> Non
     assert type(caught.value) is StoreError
 
 
+def test_machine_without_certificates_is_named_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a small container is. The Hub's own client brings its certificates."""
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    # Sessions of hf_xet are kept by their times.
+    bucket = HubBucket(parse_store_url(URL), StoreOptions(store_deadline=47.25))
+    with pytest.raises(StoreError, match="install ca-certificates, or set SSL_CERT_FILE") as caught:
+        bucket.put("a", b"x")
+    assert type(caught.value) is StoreError
+
+
 def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:
     assert not bucket.supports_conditional_put
     # One has looked, and its write comes late: after the other's write, and before that one looks again.

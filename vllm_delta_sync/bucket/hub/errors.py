@@ -96,6 +96,12 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
         return StoreError(f"{failed}: {text_of(error)}; check HF_ENDPOINT or store_endpoint")
     if _CERTIFICATE.search(str(error)):
         return StoreError(f"{failed}: {text_of(error)}; for a private CA, set SSL_CERT_FILE to its certificate file")
+    if "builder error" in str(error):
+        # Unlike the Hub's own client, hf_xet brings no certificates.
+        return StoreError(
+            f"{failed}: {text_of(error)}; this machine may have no CA certificates: install ca-certificates, or set "
+            "SSL_CERT_FILE to a file of them"
+        )
     status = _status(error)
     if status is not None or names & {"XetAuthenticationError", "XetObjectNotFoundError"}:
         return _refused_by_store(error, status, names, failed, location)
