@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.answers import Answer, Answers, Asked, closed_port, in_pieces, silent
+from tests.support.answers import Answer, Answers, Asked, closed_port, in_pieces, silent, untrusted
 from tests.support.clouds import ANYBODY, KEYS, SECRET, far_from_clouds, opened
 from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
@@ -186,10 +186,17 @@ def test_a_completion_that_succeeds_with_an_error_is_tried_again(answers: Answer
 def test_nobody_there_and_nobody_answering() -> None:
     with silent() as nobody:
         for endpoint, cause in ((f"http://127.0.0.1:{closed_port()}", "no connection"), (nobody, "no answer in time")):
-            made = calls(opened(URL, endpoint, deadline=1))
+            # Its name is in what the client says.
+            made = calls(opened("s3://certificates/run", endpoint, deadline=1))
             for name in ("get", "create", "list"):
                 with pytest.raises(UnavailableError, match=cause):
                     made[name]()
+
+
+def test_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
+    with untrusted(tmp_path) as url, pytest.raises(StoreError, match="private CA, set SSL_CERT_FILE") as caught:
+        opened(URL, url, deadline=5).get("key")
+    assert type(caught.value) is StoreError
 
 
 def test_a_transfer_that_is_cut_fails_whole(answers: Answers) -> None:

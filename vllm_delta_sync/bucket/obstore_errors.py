@@ -32,7 +32,7 @@ _NETWORK = re.compile(
     r"HTTP error|error sending request|error decoding response body|Content-Range header not present|"
     r"kind: (?:Timeout|Connect|Request|Interrupted|Decode)|Error getting response"
 )
-_CERTIFICATE = re.compile(r"(?i)certificate|UnknownIssuer|NotValidForName")
+_CERTIFICATE = re.compile(r"(?i)invalid ?(peer )?certificate|certificate.verify.failed|UnknownIssuer|NotValidForName")
 _REPEATED = (408, 425, 429, 500, 502, 503, 504)
 _REPEATED_CODES = (
     "RequestTimeout",

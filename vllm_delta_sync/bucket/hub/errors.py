@@ -25,7 +25,7 @@ _FULL_STATUS = (402, 413, 507)
 _XET_STATUS = re.compile(r"\(([1-5]\d\d) [A-Z]|status(?: code)?:? ([45]\d\d)")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LOCAL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR)
-_CERTIFICATE = re.compile(r"(?i)certificate|UnknownIssuer|NotValidForName")
+_CERTIFICATE = re.compile(r"(?i)invalid ?(peer )?certificate|certificate.verify.failed|UnknownIssuer|NotValidForName")
 _MAX_TEXT = 300
 
 
@@ -94,6 +94,9 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"InvalidURL", "UnsupportedProtocol", "TooManyRedirects"}:
         return StoreError(f"{failed}: {text_of(error)}; check HF_ENDPOINT or store_endpoint")
+    status = _status(error)
+    if status is not None or names & {"XetAuthenticationError", "XetObjectNotFoundError"}:
+        return _refused_by_store(error, status, names, failed, location)
     if _CERTIFICATE.search(str(error)):
         return StoreError(f"{failed}: {text_of(error)}; for a private CA, set SSL_CERT_FILE to its certificate file")
     if "builder error" in str(error):
@@ -102,9 +105,6 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
             f"{failed}: {text_of(error)}; this machine may have no CA certificates: install ca-certificates, or set "
             "SSL_CERT_FILE to a file of them"
         )
-    status = _status(error)
-    if status is not None or names & {"XetAuthenticationError", "XetObjectNotFoundError"}:
-        return _refused_by_store(error, status, names, failed, location)
     own_disk = _OS_ERROR.search(str(error))
     if own_disk is not None and int(own_disk[1]) in _LOCAL_DISK_ERRORS:
         return StoreError(f"{failed}: {text_of(error)}; check that HF_XET_CACHE, or HF_HOME, can be written to")
