@@ -1,5 +1,6 @@
 """Garbage collection: whatever is kept can be rebuilt bit for bit, after it and after a crash anywhere in one."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
 from tests.support.marked import MarkedGrown
+from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -26,8 +28,9 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
-from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
+from vllm_delta_sync.maintenance.gc.contents import Listed, RunContents, graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
+from vllm_delta_sync.maintenance.gc.policy import plan_collection
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
@@ -392,6 +395,22 @@ def test_more_than_a_record_lists_goes_in_several_collections(tmp_path: Path, mo
     for dry_run in (True, False):
         with pytest.raises(LimitError, match="keep-every"):
             collect(spread.run_, RetentionPolicy(keep_last=1, keep_every=5, min_age=0.0), dry_run)
+
+
+def test_plan_of_a_long_run_walks_each_delta_once() -> None:
+    """All of 12,000 versions without merged deltas are kept: a walk to each of them would take a minute."""
+    chain = [
+        Listed(
+            ObjectInfo(keys.version_key(number), 1, 0.0), number - 1, number, ((keys.object_key(f"{number:064x}"), 1),)
+        )
+        for number in range(12_000)
+    ]
+    stored = {key: ObjectInfo(key, 1, 0.0) for item in chain for key, _ in item.refs}
+    contents = RunContents(chain, objects=stored)
+    began = time.process_time()
+    planned = plan_collection(contents, RetentionPolicy(keep_last=12_000, min_age=0.0), 1.0, None)
+    assert time.process_time() - began < 10
+    assert (len(planned.kept), planned.objects) == (12_000, {})
 
 
 def test_policies_that_make_no_sense() -> None:

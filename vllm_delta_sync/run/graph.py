@@ -171,6 +171,15 @@ class Ways:
             found.append(move)
         return found[::-1]
 
+    def moves_to(self, nodes: Iterable[int]) -> Iterator[Move]:
+        """Yield each move on the ways to some of the connected nodes once, so that shared parts are walked once."""
+        done = {self.begin}
+        for node in nodes:
+            while node not in done:
+                done.add(node)
+                node, move = self.last[node]
+                yield move
+
 
 class Linked(Protocol):
     """What a manifest, or a note of one, says about itself and the one before it."""

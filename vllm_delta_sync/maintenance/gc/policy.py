@@ -10,7 +10,7 @@ from vllm_delta_sync.format.documents import Heartbeat, Retention
 from vllm_delta_sync.maintenance.gc.contents import Listed, RunContents, graph_of
 from vllm_delta_sync.maintenance.gc.record import spelled
 from vllm_delta_sync.maintenance.tags import rebase_epoch
-from vllm_delta_sync.run.graph import ROOT, Move
+from vllm_delta_sync.run.graph import ROOT, Ways
 
 DAY = 24 * 3600.0
 
@@ -113,13 +113,13 @@ class _Planner:
         ways = self._graph.ways()
         abandoned: list[int] = []
         for version, reasons in self._wanted().items():
-            if (way := ways.to(version)) is not None:
+            if version in ways:
                 planned.kept[version] = reasons
-                self._keep_way(way)
             elif self._is_abandoned(version):
                 abandoned.append(version)
             else:
                 planned.lost[version] = reasons
+        self._keep_ways(ways, planned.kept)
         if abandoned:
             planned.notes.append(f"not kept, as an earlier collection gave them up: versions {spelled(abandoned)}")
         self._keep_paths_onward()
@@ -194,8 +194,10 @@ class _Planner:
     def _keep_all(self, documents: Iterable[Listed]) -> None:
         self._keep |= {item.key: item for item in documents}
 
-    def _keep_way(self, moves: list[Move]) -> None:
-        self._keep_all(self._documents[move.edge.key] for move in moves)
+    def _keep_ways(self, ways: Ways, versions: Iterable[int | None]) -> None:
+        """Keep the documents on the ways to or from those of the versions that are connected."""
+        connected = (version for version in versions if version is not None and version in ways)
+        self._keep_all(self._documents[move.edge.key] for move in ways.moves_to(connected))
 
     def _keep_window(self) -> None:
         """Keep all deltas of the last versions, and merged deltas among them, for servers that are a little behind."""
@@ -212,10 +214,7 @@ class _Planner:
         served |= {sound, exact} - {head}
         for target in {head, sound, exact}:
             if target is not None and served - {None}:
-                ways = self._graph.ways_to(target)
-                for version in served:
-                    if version is not None:
-                        self._keep_way(ways.to(version) or [])
+                self._keep_ways(self._graph.ways_to(target), served)
 
     def _keep_anchors(self) -> None:
         """Keep milestones' anchors, and the newest anchors leading to the head, sound and exact version, for servers
@@ -234,7 +233,7 @@ class _Planner:
         if leading:
             newest = max(settled or leading, key=lambda item: (item.end, -item.bytes, item.key))
             self._keep_all([newest])
-            self._keep_way(onward.to(newest.end) or [])
+            self._keep_ways(onward, [newest.end])
 
     def _keep_around_lost(self) -> None:
         """Keep everything that a wanted but lost version may need once it is repaired."""
