@@ -391,11 +391,21 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
     assert (report.repaired, report.unreadable) == ([], [8, 9, 10, 11, 12])
     assert repair(whole.run, mirror=mirror).repaired == [f"{side.anchor_key(8)}: from the mirror"]
     assert whole.readable() == [8, 9, 10, 11, 12]
-    for damage in (lambda: whole.bucket.delete(side.RETENTION_KEY), lambda: whole.bucket.put(side.RETENTION_KEY, b"{")):
+
+    def repaired_without_a_mirror() -> None:
+        whole.bucket.delete(side.RETENTION_KEY)
+        whole.bucket.delete(whole.object_of(12))
+        assert len(repair(whole.run).repaired) == 1
+
+    for damage in (
+        lambda: whole.bucket.delete(side.RETENTION_KEY),
+        lambda: whole.bucket.put(side.RETENTION_KEY, b"{"),
+        repaired_without_a_mirror,
+    ):
         damage()
         assert verify_run(whole.run, findings=True).unreadable
         report = repair(whole.run, mirror=mirror)
-        assert (report.repaired, report.lost) == ([f"{side.RETENTION_KEY}: from the mirror"], [])
+        assert (report.repaired[0], report.lost) == (f"{side.RETENTION_KEY}: from the mirror", [])
         assert whole.bucket.get(side.RETENTION_KEY) == mirror.get(side.RETENTION_KEY)
 
 

@@ -97,9 +97,14 @@ class Mirror:
         return item.key
 
     def _retention(self, finding: Finding) -> str | None:
-        """Restore a missing retention.json if the mirror's shows that the object was removed on purpose."""
+        """Restore retention.json if the mirror's shows that the object was removed on purpose.
+
+        Unless a collection wrote the one that is here, which may be newer: that of a repair without a mirror has no
+        ``head``.
+        """
         version = None if finding.document is None else version_of_key(finding.document)
-        if version is None or self._stored(RETENTION_KEY) is not None:
+        stored = self._run.retention()
+        if version is None or (stored is not None and stored.head is not None):
             return None
         record = self._copy.retention()
         return self._standalone(RETENTION_KEY) if record is not None and record.is_gone(version) else None
