@@ -32,6 +32,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.run import restore as chain_read
+from vllm_delta_sync.run.graph import ROOT, VersionGraph, Ways
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import VerifyReport, verify_run
@@ -315,6 +316,23 @@ def test_a_version_that_is_kept_has_to_be_reachable() -> None:
         verify_run(whole.run)
     report = all_of(whole)
     assert ([finding.version for finding in report.findings], report.unreadable) == ([3], [3, 4, 5, 6])
+
+
+def test_way_around_a_lost_version_is_not_searched_for_each_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run of 10,000 versions that lost one took minutes."""
+    whole = Whole()
+    whole.deltas(*["plain"] * 12)
+    whole.lose(whole.object_of(3))
+    begun: list[int] = []
+    search = VersionGraph._cheapest
+
+    def counted(graph: VersionGraph, moves: Any, begin: int, goal: int | None) -> Ways:
+        begun.append(begin)
+        return search(graph, moves, begin, goal)
+
+    monkeypatch.setattr(VersionGraph, "_cheapest", counted)
+    assert verify_run(whole.run, findings=True).unreadable == list(range(3, 13))
+    assert begun.count(ROOT) <= 3
 
 
 def test_what_is_absent_is_listed_also_where_other_documents_lead_to_the_version(whole: Whole) -> None:

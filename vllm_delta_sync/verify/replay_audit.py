@@ -11,7 +11,7 @@ from vllm_delta_sync.errors import BaseUnavailableError, DataError, NotFoundErro
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import describe_document
-from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph
+from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, Ways
 from vllm_delta_sync.run.read_plan import GapError, Root, Step
 from vllm_delta_sync.run.restore import BaseMissingError, apply_step, load_root
 from vllm_delta_sync.run.run_reader import RunReader
@@ -51,6 +51,8 @@ class ReplayAudit:
         self._objects = ObjectAudit(run, self._early, report)
         # What the weights can be rebuilt from: without the roots whose base is not there.
         self._usable = VersionGraph()
+        # Found anew once something is added next to it or dropped: not for each version behind one that is lost.
+        self._reached: Ways | None = None
         self.good = VersionGraph()
         self.loaded: int | None = None
         self.state: ModelState | None = None
@@ -148,7 +150,13 @@ class ReplayAudit:
             return False
         self.good.put(edge)
         self._usable.put(edge)
+        if self._reached is not None and (edge.low in self._reached or edge.high in self._reached):
+            self._reached = None
         return True
+
+    def _drop(self, key: str) -> None:
+        self._usable.drop(key)
+        self._reached = None
 
     def _was_removed(self, edge: Edge, found: list[Finding]) -> bool:
         """Return whether a collection removed a document during this audit: then its objects are missing on purpose."""
@@ -173,7 +181,9 @@ class ReplayAudit:
         while way is None:
             # Released before loading: one model is in memory at a time.
             self.loaded = self.state = None
-            way = self._usable.way(ROOT, target)
+            if self._reached is None:
+                self._reached = self._usable.ways()
+            way = self._reached.to(target)
             if way is None:
                 return False
             if not self._load(way[0]):
@@ -204,7 +214,7 @@ class ReplayAudit:
                 self._findings.add(Finding(key, error, version))
         except (DataError, UsageError):
             pass  # removed or replaced since it was checked
-        self._usable.drop(key)
+        self._drop(key)
         return False
 
     def _apply(self, move: Move) -> bool:
@@ -217,7 +227,7 @@ class ReplayAudit:
                 apply_step(Step(self._run, document, move.backwards), self.state, in_pieces=False)
         except DataError:
             # Removed or replaced since it was checked. A change that does not fit leaves the weights unusable.
-            self._usable.drop(move.edge.key)
+            self._drop(move.edge.key)
             self.loaded = self.state = None
             return False
         self.loaded = move.end
