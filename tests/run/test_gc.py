@@ -1,6 +1,7 @@
 """Garbage collection: whatever is kept can be rebuilt bit for bit, after it and after a crash anywhere in one."""
 
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -463,6 +464,35 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
     assert orphan.key in grown.memory.held
     assert side.merged_delta_key(0, 4) in grown.memory.held
     assert report.objects
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{"])
+def test_version_whose_damaged_manifest_a_publisher_continued_after_needs_nothing(
+    tmp_path: Path, damaged: bytes
+) -> None:
+    """No repair can bring it back; before, nothing was ever collected again."""
+    grown = of_versions(tmp_path, 6)
+    lost = grown.manifests[6]
+    grown.tag("best", 6)
+    grown.memory.held[keys.version_key(6)] = (damaged, 0.0)
+    with pytest.raises(FormatError):
+        collect(grown.run_, FEW)
+    grown.manifests[6] = lost.model_copy()
+    grown.manifests[6].__dict__["digest"] = sha256(damaged).hexdigest()
+    grown.grow_whole()
+    grown.grow()
+    grown.memory.clock += 2 * HOUR
+    report = collect(grown.run_, FEW)
+    assert (set(report.kept), report.lost, report.gone) == ({7, 8}, {}, [[0, 6]])
+    assert any("version 6 is lost for good" in note for note in report.notes)
+    assert not objects(grown.memory) & {ref.key for ref in lost.objects}
+    assert grown.equals(7)
+    assert grown.equals(8)
+    assert collect(grown.run_, FEW).lost == {}
+    # That of the newest one may still be repaired.
+    grown.memory.held[keys.version_key(8)] = (b"{", 0.0)
+    with pytest.raises(FormatError):
+        collect(grown.run_, FEW)
 
 
 @pytest.mark.parametrize("field", ["last_manifest", "first_fingerprint"])

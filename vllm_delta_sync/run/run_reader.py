@@ -251,9 +251,10 @@ class RunReader:
         """
         check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
         key = version_key(version)
-        return self._parsed(version, self._prefetcher.get(key, self.document_limit))
+        return self.parsed_manifest(version, self._prefetcher.get(key, self.document_limit))
 
-    def _parsed(self, version: int, data: bytes) -> Manifest:
+    def parsed_manifest(self, version: int, data: bytes) -> Manifest:
+        """Return the manifest of one version, given its stored bytes. Errors as ``manifest``."""
         known = self._whole
         if known is not None and known.version == version and known.to_bytes() == data:
             return known
@@ -355,7 +356,7 @@ class RunReader:
             except LimitError as error:
                 return newest, bad or error
             try:
-                following = self._parsed(version, data)
+                following = self.parsed_manifest(version, data)
                 check_follows(newest, following, digest)
                 newest, bad, bytes_left, skipped = following, None, allowed_bytes, 0
             except DataError as error:

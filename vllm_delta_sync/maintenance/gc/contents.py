@@ -3,10 +3,19 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import ChainError, ConflictError, DataError, DeltaSyncError, NotFoundError
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DataError,
+    DeltaSyncError,
+    NotFoundError,
+    SignatureError,
+    UnsupportedError,
+)
 from vllm_delta_sync.fleet.heartbeats import Heartbeats, read_heartbeats
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
@@ -48,7 +57,7 @@ class Listed:
         info: of the document. start, end: versions that it leads from (``ROOT`` if none) and to.
         refs: (key, bytes) of its objects. reversible: whether it can be reverted.
         digest, parent, epoch, fingerprint, sidecars (keys): of a manifest. sound, exact: whether servers accept it by
-            default, and with ``require_exact``.
+            default, and with ``require_exact``. lost: why a damaged manifest cannot be read.
     """
 
     info: ObjectInfo
@@ -63,6 +72,7 @@ class Listed:
     sound: bool = True
     exact: bool = True
     sidecars: tuple[str, ...] = ()
+    lost: DataError | None = None
 
     @property
     def key(self) -> str:
@@ -115,7 +125,9 @@ class RunContents:
 
     def is_complete(self, document: Listed) -> bool:
         """Return whether all objects of a document are stored with their declared sizes."""
-        return all(key in self.objects and self.objects[key].bytes == size for key, size in document.refs)
+        return document.lost is None and all(
+            key in self.objects and self.objects[key].bytes == size for key, size in document.refs
+        )
 
     def newest(self, document: Listed) -> float:
         """Return when the document or one of its objects was last put."""
@@ -159,6 +171,11 @@ def survey(run: RunReader, known: RunContents | None = None, record: Retention |
     known_documents = {document.info: document for document in (*known.history, *known.standalone)} if known else {}
     found = RunContents()
     found.history = _read_history(run, known_documents)
+    found.notes += [
+        f"version {item.end} is lost for good, as a publisher continued after its damaged manifest: {item.lost.message}"
+        for item in found.history
+        if item.lost is not None
+    ]
     _read_standalone(run, found, known_documents)
     found.tags = _tags(run, found.notes)
     found.heartbeats = read_heartbeats(run)
@@ -210,12 +227,21 @@ def _read_history(run: RunReader, known_documents: dict[ObjectInfo, Listed]) -> 
         info = listed[version]
         if info in known_documents:
             return known_documents[info]
+        data: bytes | None = None
         try:
-            return _of_manifest(run.manifest(version), info)
+            data = run.raw_manifest(version, run.document_limit)
+            return _of_manifest(run.parsed_manifest(version, data), info)
         except DataError as error:
-            raise _unreadable(info.key, error) from error
+            if data is None or isinstance(error, SignatureError | UnsupportedError):
+                raise _unreadable(info.key, error) from error
+            digest = sha256(data).hexdigest()
+            return Listed(info, version, version, (), digest=digest, sound=False, exact=False, lost=error)
 
     history = list(read_ahead(document_of, range(head + 1)))
+    for item, following in zip(history, [*history[1:], None], strict=True):
+        # A damaged manifest is lost for good once a publisher has continued after it: no other fits in its place.
+        if item.lost is not None and (following is None or following.parent != item.digest):
+            raise _unreadable(item.key, item.lost) from item.lost
     _, wrong = contradicted(history, {})
     if wrong:
         raise ChainError(f"{version_key(min(wrong))} {wrong[min(wrong)]}")

@@ -158,7 +158,7 @@ class _Planner:
         for heartbeat in self._heartbeats:
             for version in self._versions_held_by(heartbeat):
                 want(version, f"heartbeat {heartbeat.receiver}")
-        return {version: list(found[version]) for version in sorted(found)}
+        return {version: list(found[version]) for version in sorted(found) if contents.history[version].lost is None}
 
     def _versions_held_by(self, heartbeat: Heartbeat) -> list[int]:
         named = [version for version in (heartbeat.served, heartbeat.target, *heartbeat.pins) if version is not None]
