@@ -409,6 +409,16 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
         assert whole.bucket.get(side.RETENTION_KEY) == mirror.get(side.RETENTION_KEY)
 
 
+def test_damaged_manifest_of_a_version_that_was_given_up_is_not_said_to_be_repaired() -> None:
+    whole = Whole()
+    whole.deltas(*["plain"] * 12)
+    whole.merged_deltas()
+    collect(whole.run, RetentionPolicy(keep_last=1, min_age=0.0), now=whole.bucket.clock + 1e7)
+    whole.flip(keys.version_key(3))
+    report = repair(whole.run)
+    assert (report.repaired, len(report.lost), report.unreadable) == ([], 1, [])
+
+
 def test_another_base_is_refused_and_nothing_is_rebuilt_for_it(tmp_path: Path) -> None:
     """The weights of versions that it does not lead to could be rebuilt from an anchor above them: nothing is lost."""
     written = Written(tmp_path / "run", 3, table=SMALL, start="checkpoint")

@@ -150,7 +150,8 @@ def _round(
         wanted.append(HEAD_KEY)
     wanted = list(dict.fromkeys(wanted))
     lost = [number for key in wanted if (number := version_of_key(key)) is not None]
-    gone = [number for number in lost if number not in report.unreadable and number <= report.head]
+    # A version that has no good manifest and is not missed was given up by a collection, which has recorded that.
+    gone = [number for number in lost if number in audit.manifests and number not in report.unreadable]
     if gone:
         with suppress(ConflictError):  # a collection is running; the next call does it
             done.append(_record_gone(run, gone, report.versions))
