@@ -3,7 +3,7 @@
 With trusted keys, documents without a valid signature are not restored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
@@ -109,10 +109,16 @@ class Mirror:
         record = self._copy.retention()
         return self._standalone(RETENTION_KEY) if record is not None and record.is_gone(version) else None
 
-    def restore_leading_to(self, version: int) -> list[str]:
-        """Restore anchors and merged deltas that lead to a version and are only in the mirror; returns their keys."""
-        ends = [pair for pair in self._copy.merged_deltas() if pair[1] == version]
-        keys = [anchor_key(version), *(merged_delta_key(*pair) for pair in ends)]
+    def restore_leading_to(self, versions: Collection[int]) -> list[str]:
+        """Restore anchors and merged deltas that lead to some versions and are only in the mirror; return their keys.
+
+        Lists the mirror once: if version 0 is damaged, nothing leads to any version.
+        """
+        if not versions:
+            return []
+        wanted = set(versions)
+        keys = [anchor_key(version) for version in self._copy.anchors() if version in wanted]
+        keys += [merged_delta_key(*pair) for pair in self._copy.merged_deltas() if pair[1] in wanted]
         restored = [self._first([partial(self._standalone, key)]) for key in keys if self._stored(key) is None]
         return [key for key in restored if key is not None]
 

@@ -141,8 +141,7 @@ def _round(
             key = source.restore(finding)
             if key is not None and f"{key}: from the mirror" not in done:
                 done.append(f"{key}: from the mirror")
-        for version in report.unreadable:
-            done += [f"{key}: from the mirror" for key in source.restore_leading_to(version)]
+        done += [f"{key}: from the mirror" for key in source.restore_leading_to(report.unreadable)]
     if done:
         return done
     wanted = [finding.document or finding.key for finding in report.findings]
