@@ -48,6 +48,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import TruncatedFileError
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
     Checkpoint,
@@ -751,14 +752,20 @@ class CheckpointWatcher:
         return {found.name: found for found in find_checkpoints(self._directory)}
 
     def _read_record(self) -> _Record:
-        """Return the record in the newest version's sidecar, with that version; without a sidecar, of only that one."""
+        """Return the record in the sidecar of the newest version that has one, with that version and those after it."""
         newest, record = self._publisher.newest, _Record()
         if newest is None:
             return record
-        if any(item.name == SIDECAR for item in newest.sidecars):
-            try:
-                record = _Record.model_validate_json(self._publisher.run.sidecar(newest.version, SIDECAR))
-            except (DataError, ValidationError) as error:
-                logger.warning("which folders were published is not known: %s", error)
+        run, oldest = self._publisher.run, max(0, newest.version - MAX_PUBLISHED)
         # Without a base the fingerprint of a version is that of its checkpoint.
-        return record.model_copy(update={"published": [*record.published, newest.fingerprint]})
+        fingerprints: list[str] = []
+        try:
+            for manifest in read_ahead(run.manifest, range(newest.version, oldest - 1, -1)):
+                fingerprints.insert(0, manifest.fingerprint)
+                if any(item.name == SIDECAR for item in manifest.sidecars):
+                    record = _Record.model_validate_json(run.sidecar(manifest.version, SIDECAR))
+                    break
+        except (DataError, ValidationError) as error:
+            logger.warning("which folders were published is not known: %s", error)
+        written = record.written if len(fingerprints) == 1 else 0
+        return record.model_copy(update={"written": written, "published": [*record.published, *fingerprints]})

@@ -397,6 +397,19 @@ def test_a_restart_publishes_nothing_again(out: Path, url: str) -> None:
     assert_versions(url, [weights(step) for step in (20, 100, 200)])
 
 
+def test_version_that_no_watcher_published_hides_no_record(out: Path, url: str) -> None:
+    """A checkpoint that is published again, to go back to it, is not followed by those that came after it."""
+    for step in (20, 40, 60):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step))
+    assert len(watch_once(out, url)) == 3
+    with CheckpointPublisher(url) as publisher:
+        assert publisher.publish(out / "checkpoint-20").manifest.version == 3
+    assert {outcome for _, outcome, _ in watch_once(out, url)} == {"older"}
+    write_checkpoint(out / "checkpoint-80", weights(80))
+    assert watch_once(out, url)[-1] == ("checkpoint-80", "published", 4)
+    assert_versions(url, [weights(step) for step in (20, 40, 60, 20, 80)])
+
+
 def written_after(folder: Path, seconds: float) -> Path:
     """Give the files of a folder a time after (or before) now."""
     for file in folder.iterdir():
