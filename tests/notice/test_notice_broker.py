@@ -111,8 +111,11 @@ def test_what_is_no_notice_by_its_form_is_dropped(
         for frames in ([b"one"], [b"a", b"b", b"c"], [b"", b"no topic"], [b"t" * 65, b"x"], [b"t", b"x" * 4097]):
             stranger.send_multipart(frames)
         stranger.send_multipart([RUN.encode(), b"nonsense of any kind"])
-        assert witness.poll(120_000)
-        assert witness.recv_multipart() == [RUN.encode(), b"nonsense of any kind"]
+        seen: list[list[bytes]] = []
+        while not seen or b'"version":1' in seen[-1][-1]:  # a notice is repeated
+            assert witness.poll(120_000)
+            seen.append(witness.recv_multipart())
+        assert seen[-1] == [RUN.encode(), b"nonsense of any kind"]
         # Longer than ZeroMQ takes: the connection is cut, and nobody else's.
         stranger.send_multipart([RUN.encode(), b"x" * 100_000])
     publisher.send(Notice(RUN, 2, DIGEST))
