@@ -72,7 +72,7 @@ class BaseTensor:
         rectangles: disjoint parts that this process has; None for the whole tensor.
         in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read. For encoding they are
             all of its matrix, and stay as they are.
-        after: ``bits`` already have the changes that are being encoded, which takes them back as it goes.
+        after: the bits already have the changes that are being encoded, which finds out what was before.
     """
 
     def __init__(

@@ -35,8 +35,6 @@ from vllm_delta_sync.format.kernels import (
 AHEAD = 16
 """Number of samples by which prefetching is ahead of counting: they lie too far apart for the processor's own."""
 LINE_BYTES = 64
-COPIED, COPY_AHEAD = 512, 8192
-"""Elements that are copied at a time, and by how many prefetching is ahead of that."""
 BUCKETS = CLASSES + 1
 """Of the changes of a tile: one for each class, one for those of none."""
 FOUR = np.uint64(4)
@@ -161,8 +159,6 @@ def gaps_of_bands(
     # the rounding error, for bands below 2^50 elements.
     per_column = 1.0 / columns
     begin, tile = 0, 0
-    # Whole words are read behind the last row.
-    held = np.empty(tallest * (columns if group > 1 else widest) + 64 if after else 0, bits.dtype)
     ends, following = np.empty(BUCKETS * group + 1, np.int64), np.empty(BUCKETS * group, np.uint32)
     for band in range(first, last):
         top, bottom = row_edges[band], row_edges[band + 1]
@@ -192,16 +188,31 @@ def gaps_of_bands(
                     buckets[i - np.uint64(begin)] = bucket
                     ends[bucket + ONE] += 1
             else:
-                source, source_origin, source_stride = bits, origin, stride
+                mask_tiles(bits, origin, stride, top, bottom, edges[:masked], magnitudes, limits, masks, before)
                 if after:
-                    source, source_origin, source_stride = held, -top * columns - column_edges[start], columns
-                    _copy_before(
-                        bits, origin, stride, top, bottom, edges[0, 0], edges[masked - 1, 1], positions[begin:end],
-                        distances[begin:end], magnitudes, held, source_origin, columns,
+                    # Few changes move an element to another class, and only these change the masks.
+                    moved, old = np.empty(end - begin + 1, np.int64), np.empty(end - begin + 1, bits.dtype)
+                    count = _find_moved(
+                        bits, origin, stride, columns, positions[begin:end], distances[begin:end], magnitudes, limits,
+                        moved, old,
                     )  # fmt: skip
-                mask_tiles(
-                    source, source_origin, source_stride, top, bottom, edges[:masked], magnitudes, limits, masks, before
-                )
+                    for i in range(count):
+                        offset = positions[begin + moved[i]] - top * columns
+                        row = offset // columns
+                        column = offset - row * columns
+                        number = tile_of[column] if group > 1 else 0
+                        slot = slots[number]
+                        if slot == group:
+                            continue
+                        place = np.uint64(column) - lefts[number]
+                        word = np.uint64(row) * widths[number] + (place >> S6)
+                        behind = np.uint64(bottom - top) * widths[number] + ONE
+                        now = bits[np.uint64(origin + (top + row) * stride + column)]
+                        for found, more in ((now, np.uint32(0xFFFFFFFF)), (old[i], np.uint32(1))):
+                            owner = _class_of(found & magnitudes, limits)
+                            if owner < CLASSES:
+                                masks[slot, owner, word] ^= ONE << (place & LOW6)
+                                before[slot, owner, word + ONE : behind] += more
                 for i in range(np.uint64(begin), np.uint64(end)):
                     offset = positions[i] - top * columns
                     row = np.int64((np.float64(offset) + 0.5) * per_column)
@@ -241,29 +252,41 @@ def gaps_of_bands(
 
 
 @_compile
-def _copy_before(
-    bits, origin, stride, top, bottom, left, right, positions, distances, magnitudes, held, held_origin, columns
-):  # fmt: skip
-    """Copy a part of a matrix to another one, ``held``, as it was before the changes at ``positions``.
+def _class_of(magnitude, limits):
+    """Return the class of an element, CLASSES for none."""
+    return np.uint8(magnitude >= limits[0]) + np.uint8(magnitude >= limits[1]) + np.uint8(magnitude >= limits[2])
+
+
+@_compile
+def _find_moved(bits, origin, stride, columns, positions, distances, magnitudes, limits, moved, old):
+    """Write which changes move an element to another class, and its bits before → how many.
 
     Args:
-        bits, origin, stride, held, held_origin, columns: the matrices, see ``Matrix``. top, bottom, left, right: the
-            part. positions, distances: all of them are inside ``held``.
+        bits, origin, stride: with the changes, see ``Matrix``. columns: of the tensor.
+        moved, old: output, room for one more than there are changes.
     """
-    for row in range(top, bottom):
-        first, shift = origin + row * stride + left, held_origin + row * columns - origin - row * stride
-        for i in range(first, first + right - left, COPIED):
-            for ahead in range(i + COPY_AHEAD, i + COPY_AHEAD + COPIED, LINE_BYTES // bits.itemsize):
-                prefetch(bits, np.uint64(ahead))
-            for j in range(i, min(i + COPIED, first + right - left)):
-                held[np.uint64(j + shift)] = bits[np.uint64(j)]
     mask = ~ZERO >> np.uint64(64 - 8 * bits.itemsize)
     sign = mask ^ np.uint64(magnitudes)
     mirror = _mirror_mask(sign, mask)
-    for i in range(positions.size):
-        place = np.uint64(held_origin + positions[i])
-        key = _key(np.uint64(held[place]), sign, mirror) - np.uint64(distances[i])
-        held[place] = _unkey(key & mask, sign, mirror)
+    now, was, differs = np.empty(PIECE, bits.dtype), np.empty(PIECE, bits.dtype), np.empty(PIECE, np.bool_)
+    found = ZERO
+    for start in range(0, positions.size, PIECE):
+        where, steps = positions[start : start + PIECE], distances[start : start + PIECE]
+        if stride == columns:
+            for i in range(where.size):
+                now[i] = bits[np.uint64(origin + where[i])]
+        else:
+            for i in range(where.size):
+                row = where[i] // columns
+                now[i] = bits[np.uint64(origin + row * stride + where[i] - row * columns)]
+        for i in range(where.size):
+            key = _key(np.uint64(now[i]), sign, mirror) - np.uint64(steps[i])
+            was[i] = _unkey(key & mask, sign, mirror)
+            differs[i] = _class_of(was[i] & magnitudes, limits) != _class_of(now[i] & magnitudes, limits)
+        for i in range(where.size):
+            moved[found], old[found] = start + i, was[i]
+            found += np.uint64(differs[i])
+    return np.int64(found)
 
 
 @_compile
