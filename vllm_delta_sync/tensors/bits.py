@@ -70,9 +70,9 @@ class BaseTensor:
         bits: (numel,) in row-major order of the whole tensor, undefined outside ``rectangles``; or a function that
             returns them, called only if they are needed.
         rectangles: disjoint parts that this process has; None for the whole tensor.
-        in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read. For encoding they are
-            all of its matrix, and stay as they are.
-        after: the bits already have the changes that are being encoded, which finds out what was before.
+        in_place: the bits inside ``rectangles`` where they are; None if ``bits`` must be read. While they are
+            encoded, the matrix holds nothing else, and does not change.
+        after: the bits already include the changes that are being encoded; the encoder derives the old ones from them.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ def gaps_of_bands(
             ends[:] = begin
             # Unsigned, since numba checks signed indices for negative values at each use.
             if masked == 0:
-                # Plain tiles need no masks, which takes half the time.
+                # Plain tiles need no masks.
                 for i in range(np.uint64(begin), np.uint64(end)):
                     offset = positions[i] - top * columns
                     row = np.int64((np.float64(offset) + 0.5) * per_column)
@@ -202,12 +202,13 @@ def gaps_of_bands(
                         column = offset - row * columns
                         number = tile_of[column] if group > 1 else 0
                         slot = slots[number]
-                        if slot == group:
+                        if slot == group:  # a plain tile
                             continue
                         place = np.uint64(column) - lefts[number]
                         word = np.uint64(row) * widths[number] + (place >> S6)
                         behind = np.uint64(bottom - top) * widths[number] + ONE
                         now = bits[np.uint64(origin + (top + row) * stride + column)]
+                        # Out of the class that it has now (the addition wraps), into the one that it had.
                         for found, more in ((now, np.uint32(0xFFFFFFFF)), (old[i], np.uint32(1))):
                             owner = _class_of(found & magnitudes, limits)
                             if owner < CLASSES:
@@ -259,7 +260,7 @@ def _class_of(magnitude, limits):
 
 @_compile
 def _find_moved(bits, origin, stride, columns, positions, distances, magnitudes, limits, moved, old):
-    """Write which changes move an element to another class, and its bits before → how many.
+    """Write which changes move an element to another class, and its old bits → how many.
 
     Args:
         bits, origin, stride: with the changes, see ``Matrix``. columns: of the tensor.
