@@ -86,6 +86,10 @@ def test_nothing_to_load_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SettingsError, match="set DELTA_SYNC_BUCKET"):
         _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).run
     monkeypatch.setenv("DELTA_SYNC_BUCKET", url)
+    monkeypatch.setenv("DELTA_SYNC_LORA_NAME", "poet")
+    with pytest.raises(SettingsError, match="lora_name is 'poet', so the run in bucket is that of an adapter"):
+        _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).run
+    monkeypatch.delenv("DELTA_SYNC_LORA_NAME")
     with pytest.raises(NotFoundError, match="start a publisher there, or check the URL"):
         _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).run
     RunWriter(open_bucket(url), table())

@@ -91,9 +91,14 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """The run to load from.
 
         Raises:
-            SettingsError: no bucket is set. NotFoundError: there is no run.
+            SettingsError: no bucket is set, or it has the run of an adapter. NotFoundError: there is no run.
         """
         settings = load_settings()
+        if settings.lora_name is not None:
+            raise SettingsError(
+                f"lora_name is {settings.lora_name!r}, so the run in bucket is that of an adapter, and load format "
+                f"{LOAD_FORMAT!r} would load the whole model from it; leave one of them out"
+            )
         folder = settings.cache_folder()
         cache = None if folder is None else ObjectCache(folder, settings.cache_bytes)
         return open_run(settings.bucket, settings.keyring(), settings.store(), cache)
