@@ -28,7 +28,6 @@ PIECE = 1000
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(downloads, "LARGE_BYTES", 4 * PIECE)
 
 
 class Counting(BucketMiddleware):

@@ -25,6 +25,11 @@ from vllm_delta_sync.tensors import segments
 DTYPE_NAMES = sorted(DTYPES)
 
 
+def position_halves(positions: np.ndarray) -> np.ndarray:
+    """The position half of the element hash, for each position in tensor "w"."""
+    return np.array([kernels._premix(np.uint64(tensor_seed("w")), np.uint64(at)) for at in positions], np.uint64)
+
+
 @st.composite
 def two_versions(draw: st.DrawFn) -> tuple[DType, list[int], list[int]]:
     element = DTYPES[draw(st.sampled_from(DTYPE_NAMES))]
@@ -60,9 +65,7 @@ def test_both_commits_change_bits_and_fingerprint_as_the_diff_says(
 ) -> None:
     element, old, new = sample
     positions, distances, change = segments.diff("w", element, np.array(old, element.uint), np.array(new, element.uint))
-    premix = np.empty(positions.size, np.uint64)
-    seeds = np.array([tensor_seed("w")], np.uint64)
-    kernels.premix_positions(positions, seeds, np.array([positions.size], np.int64), premix)
+    premix = position_halves(positions)
 
     narrow = positions.astype(np.int32)
     live = np.array(old, element.uint)
@@ -92,8 +95,7 @@ def test_loops_that_work_in_pieces_leave_nothing_out(name: str, count: int) -> N
     new[1::3] ^= 1
     positions, distances, change = segments.diff("w", element, old.copy(), new)
     assert positions.size == count
-    premix = np.empty(count, np.uint64)
-    kernels.premix_positions(positions, np.array([tensor_seed("w")], np.uint64), np.array([count]), premix)
+    premix = position_halves(positions)
     masks = wire_bits.order_masks(element)
     live, forth, back = old.copy(), (change.low, change.high), (-change.low % 2**64, -change.high % 2**64)
     for backwards, end, sums in ((False, new, forth), (True, old, back)):

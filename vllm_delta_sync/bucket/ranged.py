@@ -18,8 +18,6 @@ LONG_BYTES = 512 * 1024 * 1024
 """Objects of at least this size use long pieces, because stores limit the request rate."""
 BUFFER_BYTES = 8 * LONG_PIECE_BYTES
 """Maximum memory of one download, for any number of connections."""
-LARGE_BYTES = 32 * 1024 * 1024
-"""Objects below this size are fetched in one request, which is as fast."""
 CONNECTIONS = 8
 """Parallel ranges, for a bucket without ``options``."""
 

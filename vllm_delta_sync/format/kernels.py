@@ -233,17 +233,6 @@ def fingerprint_change(positions, old, new, seed):
     return low_sum, high_sum
 
 
-@_compile
-def premix_positions(positions, seeds, counts, out):
-    """Write the position half of the element hash to ``out``; group i has counts[i] positions and seed seeds[i]."""
-    cursor = 0
-    for group in range(counts.size):
-        seed = seeds[group]
-        for _ in range(counts[group]):
-            out[cursor] = _premix(seed, np.uint64(positions[cursor]))
-            cursor += 1
-
-
 @intrinsic
 def pointer(typing_context, address):
     """Return an address as a pointer."""
@@ -282,24 +271,6 @@ def trailing_zeros(typing_context, word):
         return builder.cttz(arguments[0], ir.IntType(1)(0))
 
     return types.uint64(word), generate
-
-
-@intrinsic
-def at_least(typing_context, values, index, threshold):
-    """Return a 64-bit mask of the values[index : index + 64] of ``threshold`` or more. The caller checks bounds."""
-
-    def generate(context, builder, signature, arguments):
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        element = arguments[2].type
-        vector = ir.VectorType(element, 64)
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
-        loaded = builder.load(place, align=1)
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.IntType(32)(0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
-        found = builder.icmp_unsigned(">=", loaded, builder.shuffle_vector(one, one, lanes))
-        return builder.bitcast(found, ir.IntType(64))
-
-    return types.uint64(values, index, threshold), generate
 
 
 @intrinsic
