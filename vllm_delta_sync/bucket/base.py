@@ -13,7 +13,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import ClassVar, NoReturn, Self, TypeVar
 
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format import limits
@@ -144,6 +144,25 @@ class Bucket(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class ReadOnlyBucket(Bucket):
+    """Refuses what changes or lists a bucket with UsageError."""
+
+    why_read_only: ClassVar[str]
+    """The reason and the remedy, for the message."""
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._refuse(f"write key {key!r}")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._refuse(f"list keys {prefix!r}")
+
+    def delete(self, key: str) -> None:
+        self._refuse(f"delete key {key!r}")
+
+    def _refuse(self, action: str) -> NoReturn:
+        raise UsageError(f"cannot {action} of {self.url}: {self.why_read_only}")
 
 
 def is_key(key: str) -> bool:

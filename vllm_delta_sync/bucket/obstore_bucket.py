@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm_delta_sync.bucket.base import (
     Bucket,
     ObjectInfo,
+    ReadOnlyBucket,
     check_key,
     check_prefix,
     check_range,
@@ -305,7 +306,7 @@ def _offset_before(prefix: str) -> str:
     return "" if start in (".", "..") else start
 
 
-class HttpBucket(ObjectReader):
+class HttpBucket(ReadOnlyBucket, ObjectReader):
     """Objects at ``URL/key``, read by GET, GET with Range, and HEAD. Read-only; cannot be listed.
 
     The server must send Content-Length and support Range; otherwise reads raise StoreError. ``stat`` returns 0.0 as
@@ -315,6 +316,8 @@ class HttpBucket(ObjectReader):
         UsageError: the URL is not http:// or https://, or has a user, a query or a fragment.
     """
 
+    why_read_only = "a web server is read-only; give the bucket it is a copy of"
+
     def __init__(self, url: str, options: StoreOptions) -> None:
         if not url.startswith(("http://", "https://")) or public_url(url) != url:
             raise UsageError(
@@ -322,15 +325,3 @@ class HttpBucket(ObjectReader):
             )
         url = url.rstrip("/")
         super().__init__(url, url.partition(":")[0], "", http_clients(url, options))
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._refuse(f"write key {key!r}")
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        self._refuse(f"list keys {prefix!r}")
-
-    def delete(self, key: str) -> None:
-        self._refuse(f"delete key {key!r}")
-
-    def _refuse(self, action: str) -> NoReturn:
-        raise UsageError(f"cannot {action} of {self.url}: a web server is read-only; give the bucket it is a copy of")

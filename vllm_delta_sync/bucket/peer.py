@@ -5,11 +5,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_size, report_bytes
+from vllm_delta_sync.bucket.base import ObjectInfo, ReadOnlyBucket, check_size, report_bytes
 from vllm_delta_sync.bucket.ranged import digest_of
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import public_url
@@ -51,7 +49,7 @@ class AskedItself(Exception):
     """The peer shares the cache that the object is for."""
 
 
-class PeerBucket(Bucket):
+class PeerBucket(ReadOnlyBucket):
     """Objects in the cache of a peer, by their digest: ``get`` and ``get_range`` of keys under ``objects/``.
 
     Each read is one request over a connection of its own, through no proxy; no redirect is followed, and no more is
@@ -64,6 +62,8 @@ class PeerBucket(Bucket):
         UsageError: the URL is not http:// or https://, or has a user, a query or a fragment. Reads also raise
             BeingFetched and AskedItself.
     """
+
+    why_read_only = "a peer only serves objects; use the bucket"
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
@@ -136,16 +136,4 @@ class PeerBucket(Bucket):
         raise UnavailableError(f"it answers with HTTP status {answer.status}; see its log")
 
     def stat(self, key: str) -> ObjectInfo:
-        self._refuse("look up a key")
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._refuse("write a key")
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        self._refuse("list keys")
-
-    def delete(self, key: str) -> None:
-        self._refuse("delete a key")
-
-    def _refuse(self, action: str) -> NoReturn:
-        raise UsageError(f"cannot {action} of {self.url}: a peer only serves objects; use the bucket")
+        self._refuse(f"look up key {key!r}")
