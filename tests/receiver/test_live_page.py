@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.services import wait_until
 from tests.support.web import CHANGING, ELSEWHERE, Site
-from vllm_delta_sync.dashboard import background_reader, page
+from vllm_delta_sync.dashboard import overview as overviews
+from vllm_delta_sync.dashboard import page
 from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.engine.api.live_page import LivePage
 from vllm_delta_sync.errors import BusyError
@@ -101,7 +102,7 @@ def counting(site: Site) -> Iterator[list[str]]:
 
 
 def test_any_number_of_viewers_reads_the_bucket_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_reader, "READ_SECONDS", 3600.0)
+    monkeypatch.setattr(overviews, "READ_SECONDS", 3600.0)
     site.serve()
     with counting(site) as reads:
         with ThreadPoolExecutor(8) as pool:

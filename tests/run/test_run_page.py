@@ -14,10 +14,8 @@ from tests.support.page_runs import HOSTILE, PARTS, PageRun, broken_run, busy_ru
 from tests.support.publishers import Hooked
 from tests.support.written import Written
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_sizes import count_elements
-from vllm_delta_sync.dashboard.background_reader import BackgroundReader
-from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, place_of
-from vllm_delta_sync.dashboard.overview import MAX_PROBLEMS, RunView, ServerView, build_overview
+from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, count_elements, place_of
+from vllm_delta_sync.dashboard.overview import MAX_PROBLEMS, BackgroundReader, RunView, ServerView, build_overview
 from vllm_delta_sync.dashboard.page_reader import MAX_RECEIVERS, MAX_TAGS, PageReader
 from vllm_delta_sync.dashboard.remedies import REMEDIES
 from vllm_delta_sync.engine.observe.states import STATES
@@ -296,6 +294,14 @@ def test_texts_arrive_whole_and_unchanged(tmp_path: Path) -> None:
 # Reading in the background
 
 
+def after_read(background: BackgroundReader) -> RunView:
+    background.latest()
+    reading = background._reading
+    if reading is not None:
+        reading.join(60)
+    return background.latest(may_read=False)
+
+
 def test_any_number_of_viewers_is_one_read() -> None:
     begun, go = threading.Semaphore(0), threading.Event()
     reads = []
@@ -316,7 +322,7 @@ def test_any_number_of_viewers_is_one_read() -> None:
     # A viewer does not wait for the bucket.
     assert background.latest() == RunView(None)
     go.set()
-    assert background.wait(60).document == {"number": 1}
+    assert after_read(background).document == {"number": 1}
     for _ in range(5):
         assert background.latest().document == {"number": 1}
     assert len(reads) == 1
@@ -332,11 +338,11 @@ def test_a_failed_read_keeps_what_was_read_before() -> None:
         return dict(found)
 
     background = BackgroundReader(read, seconds=0)
-    assert background.wait(60).document == {"number": 1}
+    assert after_read(background).document == {"number": 1}
     for kind in ("format", "engine"):
-        view = background.wait(60)
+        view = after_read(background)
         assert (view.document, view.error and view.error.kind) == ({"number": 1}, kind)
-    view = background.wait(60)
+    view = after_read(background)
     assert (view.document, view.error) == ({"number": 2}, None)
 
 
@@ -349,4 +355,4 @@ def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
         full.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError):
             background.latest()
-    assert background.wait(60).document == {"number": 1}
+    assert after_read(background).document == {"number": 1}

@@ -4,39 +4,29 @@ import re
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
 from typing import Any
 
 from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH, PROGRESS_HEADER
 from vllm_delta_sync.cache.object_server import DIGEST, ObjectServer, Slice
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
+from vllm_delta_sync.http_server import REQUEST_SECONDS, SmallHandler, SmallServer
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 
 MAX_CONNECTIONS = 512
 """Connections beyond are closed at once."""
-REQUEST_SECONDS = 10.0
-"""Longest time for a client to send its request; to take the answer it has one more second per MB."""
 
 _PATH = re.compile(rf"{OBJECTS_PATH}({DIGEST})")
 
 
-class PeerServer(ThreadingTCPServer):
-    """Serves ``OBJECTS_PATH`` and nothing else, one request per connection, until ``shutdown``.
+class PeerServer(SmallServer):
+    """Serves ``OBJECTS_PATH`` and nothing else, one request per connection.
 
-    Args:
-        host, port: to listen at; port 0 means any free one.
+    A client has ``REQUEST_SECONDS`` to send its request; to take the answer it has one more second per MB.
 
     Attributes:
         served: bytes sent so far, or being sent.
-
-    Raises:
-        UsageError: the address cannot be used.
     """
 
-    # An HTTPServer would look up this machine's name, and wait for a DNS server that does not answer.
-    allow_reuse_address = True
-    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, objects: ObjectServer) -> None:
@@ -45,18 +35,7 @@ class PeerServer(ThreadingTCPServer):
         self.lock = threading.Lock()
         # Connection → when it is closed if the exchange has not ended.
         self.deadlines: dict[socket.socket, float] = {}
-        try:
-            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            super().__init__((host, port), _PeerHandler)
-        except (OSError, OverflowError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"cannot listen at {host!r}, port {port}: {reason}; name another") from error
-
-    @property
-    def url(self) -> str:
-        """Its own address, for ``peer`` of others."""
-        host, port = self.server_address[:2]
-        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
+        super().__init__(host, port, _PeerHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Return whether there is room for another connection."""
@@ -83,15 +62,9 @@ class PeerServer(ThreadingTCPServer):
             self.deadlines.pop(request, None)
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: a client may close its connection at any time."""
 
-
-class _PeerHandler(BaseHTTPRequestHandler):
+class _PeerHandler(SmallHandler):
     server: PeerServer
-    timeout = REQUEST_SECONDS
-    server_version = "delta-sync"
-    sys_version = ""
 
     def do_GET(self) -> None:
         objects, path = self.server.objects, _PATH.fullmatch(self.path)
@@ -136,12 +109,4 @@ class _PeerHandler(BaseHTTPRequestHandler):
             found.close()
 
     def _answer(self, code: int, text: str, headers: dict[str, str] | None = None) -> None:
-        body = f"{text}\n".encode()
-        self.send_response(code)
-        for name, value in {"content-type": "text/plain", "content-length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        return
+        self.answer(code, f"{text}\n".encode(), "text/plain", headers or {})

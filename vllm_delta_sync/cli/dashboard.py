@@ -54,8 +54,7 @@ def dashboard(options: argparse.Namespace) -> Report:
       delta-sync dashboard --bucket s3://bucket/runs/a --server http://rollout-1:8000 --server http://rollout-2:8000
       delta-sync dashboard --bucket hf://buckets/me/runs/a --last 1000 --port 9000
     """
-    from vllm_delta_sync.dashboard.background_reader import BackgroundReader
-    from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, build_overview
+    from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, BackgroundReader, build_overview
     from vllm_delta_sync.dashboard.web_server import DashboardServer
     from vllm_delta_sync.engine.observe.states import STATES
 

@@ -15,8 +15,9 @@ from typing import Any
 _BLOCK = re.compile(r"<(style|script)>(.*?)</\1>", re.S)
 _DOCUMENT = '<script type="application/json" id="document">null</script>'
 _POLICY = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
-# HTML ends a script at "</script", and JSON in ASCII needs none of these characters.
-_ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&"})
+# HTML ends a script at "</script", and JSON in ASCII needs none of these characters. Without them a name from a bucket
+# is harmless even in a page that embeds our JSON unescaped.
+_ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\x7f"})
 
 
 @functools.cache
@@ -62,13 +63,13 @@ def page_headers() -> dict[str, str]:
     }
 
 
-def encode_overview(overview: dict[str, Any]) -> bytes:
-    """Return the page's document as JSON in ASCII, without the characters that begin markup."""
-    return json.dumps(overview, allow_nan=False, separators=(",", ":")).translate(_ESCAPED).encode()
+def harmless_json(content: Any) -> bytes:
+    """Return JSON in ASCII, without control characters and those that begin markup."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).translate(_ESCAPED).encode()
 
 
 def report_page(overview: dict[str, Any]) -> bytes:
     """Return one HTML file that shows a document, without a server."""
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy(live=False)}">'
-    data = _DOCUMENT.replace("null", encode_overview(overview).decode())
+    data = _DOCUMENT.replace("null", harmless_json(overview).decode())
     return _template().replace(_POLICY, meta).replace(_DOCUMENT, data).encode()

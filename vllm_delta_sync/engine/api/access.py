@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from vllm_delta_sync.admin_token import AdminToken
+from vllm_delta_sync.dashboard.page import harmless_json
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import (
     BusyError,
@@ -53,8 +53,6 @@ REFUSED_DATA = 422
 """Status for all other errors of ours: the bucket's data was refused."""
 # Matches the whole header, so that no part of it can be mistaken for the host.
 _HOST = re.compile(r"(?:(?P<name>[a-z0-9.-]{1,253})|\[(?P<address>[0-9a-f:.]{2,45})\])(?::[0-9]{1,5})?", re.ASCII)
-# Makes a name from a bucket harmless even in a page that embeds our JSON unescaped.
-_ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\x7f"})
 
 
 class AdminRefused(DeltaSyncError):
@@ -88,7 +86,7 @@ class JsonAnswer(JSONResponse):
         super().__init__(content, status_code, {**HEADERS, **(headers or {})}, **rest)
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).translate(_ESCAPED).encode()
+        return harmless_json(content)
 
 
 class GuardedRoute(APIRoute):

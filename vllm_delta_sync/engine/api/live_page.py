@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.dashboard.background_reader import BackgroundReader
-from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, ServerView, build_overview
-from vllm_delta_sync.dashboard.page import encode_overview
+from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, BackgroundReader, ServerView, build_overview
+from vllm_delta_sync.dashboard.page import harmless_json
 from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError
@@ -53,7 +52,7 @@ class LivePage:
             return self._answer
         view = self._reader.latest(may_read=not paused)
         overview = build_overview("server", time.time(), view, [ServerView(None, found)], STATES, PAGE_SECONDS)
-        self._answer = encode_overview(overview)
+        self._answer = harmless_json(overview)
         # The first document comes before the bucket was read: the next viewer shall not wait for its turn.
         self._built = time.monotonic() if overview["run"] is not None else -math.inf
         return self._answer

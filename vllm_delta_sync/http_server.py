@@ -1,0 +1,69 @@
+"""``SmallServer`` and ``SmallHandler``: what the servers of ``delta-sync dashboard`` and ``mirror`` share."""
+
+import socket
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from vllm_delta_sync.errors import UsageError
+
+REQUEST_SECONDS = 10.0
+"""Longest time for a client to send its request, and to take a part of the answer."""
+
+
+class SmallServer(ThreadingTCPServer):
+    """Serves HTTP until ``shutdown``, each connection in a thread.
+
+    Args:
+        host, port: to listen at; port 0 means any free one.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+
+    # An HTTPServer would look up this machine's name, and wait for a DNS server that does not answer.
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: "type[SmallHandler]") -> None:
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            super().__init__((host, port), handler)
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UsageError(
+                f"cannot listen at {_bracketed(host)}:{port}: {reason}; name another --host or --port"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """Its own address."""
+        host, port = self.server_address[:2]
+        return f"http://{_bracketed(str(host))}:{port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client may close its connection at any time."""
+
+
+class SmallHandler(BaseHTTPRequestHandler):
+    """Answers one request; logs nothing."""
+
+    timeout = REQUEST_SECONDS
+    server_version = "delta-sync"
+    sys_version = ""
+
+    def answer(self, code: int, body: bytes, kind: str, headers: Mapping[str, str]) -> None:
+        """Send an answer. Args: kind: its content type."""
+        self.send_response(code)
+        for name, value in {"content-type": kind, "content-length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
