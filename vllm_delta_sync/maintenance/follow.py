@@ -24,20 +24,19 @@ from vllm_delta_sync.errors import DataError, DeltaSyncError, StoreError, UsageE
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, files_in, model_files_of_run
+from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles
 from vllm_delta_sync.maintenance.export import ExportRecord, read_record
-from vllm_delta_sync.maintenance.follow_folder import NEXT, OBJECTS, FollowedFolder, FollowedVersion
+from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
 from vllm_delta_sync.maintenance.slime_folder import SlimeFolder
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
-from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
 from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, is_model_file
+from vllm_delta_sync.tensors.checkpoint import is_model_file
 from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.trust import Keyring
 
@@ -204,9 +203,7 @@ class _Folder(FollowedFolder):
                 and self._fingerprints(run, folder, record) is not None
             ):
                 return folder, 0, []
-        new = self._work / NEXT
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
+        new = self._fresh()
         files = WeightFiles(run.table, self._shard_bytes)
         advanced = None if current is None else self._advance(run, *current, target, files, new)
         if advanced is not None:
@@ -216,20 +213,12 @@ class _Folder(FollowedFolder):
                 run, target, self._base, progress=self._progress, scratch=self._work, room=lambda _: files.create(new)
             )
             fingerprints, read_bytes, linked = restored.state.fingerprints, restored.plan.bytes, []
-            notes: list[str] = []
-            for name, data in model_files_of_run(run, self._base, [], notes).items():
-                write_file(new / name, data)
-            for note in notes:
-                logger.warning("%s", note)
+            self._write_model_files(run, new)
         files.finish(new)
-        record = ExportRecord.of(target, sorted({*files_in(new), EXPORT_NAME}))
-        write_file(new / EXPORT_NAME, record.to_bytes())
-        sync_folder(new)
         name, number = f"{FOLDER_PREFIX}{target.version}-{target.digest[:8]}", 1
         while (folder := self.path / (name if number == 1 else f"{name}-{number}")).exists():
             number += 1
-        os.rename(new, folder)
-        sync_folder(self.path)
+        record = self._finish(new, target, folder)
         self._measured = _MeasuredFolder(folder, _file_states(folder, record), fingerprints)
         return folder, read_bytes, linked
 
@@ -259,8 +248,7 @@ class _Folder(FollowedFolder):
         else:
             if weights.fingerprint == target.model_fingerprint:
                 return weights.fingerprints, size, weights.link_unchanged(record.files)
-        shutil.rmtree(new)
-        new.mkdir()
+        self._fresh()
         return None
 
     def _fingerprints(self, run: Run, folder: Path, record: ExportRecord) -> list[Fingerprint] | None:

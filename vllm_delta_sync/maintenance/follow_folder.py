@@ -13,11 +13,17 @@ from typing import ClassVar
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
+from vllm_delta_sync.durable_files import sync_folder
 from vllm_delta_sync.errors import ChainError, ConflictError, ForkError, ReplayError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.checkpoint_files import files_in, model_files_of_run
 from vllm_delta_sync.maintenance.export import ExportRecord, choose_version
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress
+from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME
+
+logger = guarded_logger(__name__)
 
 WORK_NAME = ".delta_sync_follow"
 """Subfolder for what is not finished: the next version, fetched objects, removed versions, and the lock."""
@@ -173,6 +179,30 @@ class FollowedFolder(ABC):
                     f"version {target.version} in the bucket descends from {there} as version {held}, but "
                     f"{str(folder)!r} has {digest}: there are two histories. {remedy}"
                 )
+
+    def _fresh(self) -> Path:
+        """Return a new folder for the next version."""
+        new = self._work / NEXT
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        return new
+
+    def _write_model_files(self, run: Run, new: Path) -> None:
+        """Write the model's small files; what is wrong with those of the run is logged."""
+        notes: list[str] = []
+        for name, data in model_files_of_run(run, self._base, [], notes).items():
+            write_file(new / name, data)
+        for note in notes:
+            logger.warning("%s", note)
+
+    def _finish(self, new: Path, manifest: Manifest, folder: Path) -> ExportRecord:
+        """Add the record to the files of a version, and give the folder its name."""
+        record = ExportRecord.of(manifest, sorted({*files_in(new), EXPORT_NAME}))
+        write_file(new / EXPORT_NAME, record.to_bytes())
+        sync_folder(new)
+        os.rename(new, folder)
+        sync_folder(self.path)
+        return record
 
     def _remove(self, folders: list[Path]) -> None:
         """Remove folders of versions; each leaves its place in one step, so that no part of one is seen."""

@@ -20,21 +20,20 @@ from safetensors.numpy import save
 
 from vllm_delta_sync.client import Run, Version
 from vllm_delta_sync.codec.slime import CHECKSUM, FOLDER, XOR, SlimeIndex, checksum, decode, encode_xor, folder_name
-from vllm_delta_sync.durable_files import sync_folder
 from vllm_delta_sync.errors import ChainError, DataError, FingerprintError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorTable
-from vllm_delta_sync.maintenance.checkpoint_files import WeightFiles, files_in, model_files_of_run
+from vllm_delta_sync.maintenance.checkpoint_files import WeightFiles
 from vllm_delta_sync.maintenance.export import ExportRecord, read_record
-from vllm_delta_sync.maintenance.follow_folder import NEXT, OBJECTS, FollowedFolder, FollowedVersion
+from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
 from vllm_delta_sync.tensors.bits import BaseTensor
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, INDEX_NAME
+from vllm_delta_sync.tensors.checkpoint import INDEX_NAME
 from vllm_delta_sync.tensors.state import HeldPieces, ModelState, apply_changes
 
 logger = guarded_logger(__name__)
@@ -182,30 +181,15 @@ class SlimeFolder(FollowedFolder):
             "weight_map": {spec.name: files.shard_of[tensor] for tensor, spec in enumerate(run.table)},
         }
         write_file(new / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True).encode())
-        notes: list[str] = []
-        for name, data in model_files_of_run(run, self._base, [], notes).items():
-            write_file(new / name, data)
-        for note in notes:
-            logger.warning("%s", note)
+        self._write_model_files(run, new)
         self._publish(new, manifest, state)
         return read_bytes
 
-    def _fresh(self) -> Path:
-        """Return a new folder for the next version."""
-        new = self._work / NEXT
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        return new
-
     def _publish(self, new: Path, manifest: Manifest, state: ModelState) -> None:
         """Give a finished folder its name."""
-        names = sorted({*files_in(new), EXPORT_NAME})
-        write_file(new / EXPORT_NAME, ExportRecord.of(manifest, names).to_bytes())
-        sync_folder(new)
         folder = self.path / folder_name(manifest.version)
         self._remove([folder] if folder.exists() else [])  # what is left of one that has lost its index
-        os.rename(new, folder)
-        sync_folder(self.path)
+        self._finish(new, manifest, folder)
         self._held = manifest.digest, state
 
 
