@@ -67,12 +67,12 @@ class StateFile:
     def write(self, data: bytes) -> None:
         """Replace the content durably. If this is interrupted, the file has the old content or the new one."""
         write_atomically(self.path, data, self.path.with_name(f"{self.path.name}.part"))
-        sync_folder(self.path.parent)
+        sync_path(self.path.parent)
 
     def remove(self) -> None:
         """Remove the file durably, if it exists."""
         self.path.unlink(missing_ok=True)
-        sync_folder(self.path.parent)
+        sync_path(self.path.parent)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -143,17 +143,8 @@ def write_atomically(path: Path, data: bytes, part: Path, mode: int | None = Non
         raise
 
 
-def sync_folder(path: Path) -> None:
-    """Make a folder's new, replaced and removed names durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content durable, as written by any process or through any map."""
+def sync_path(path: Path) -> None:
+    """Make a folder's new, replaced and removed names durable, or a file's content, however it was written."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

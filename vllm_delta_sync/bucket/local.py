@@ -37,7 +37,7 @@ from vllm_delta_sync.bucket.base import (
     report_bytes,
     unreadable_error,
 )
-from vllm_delta_sync.durable_files import sync_folder
+from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
 
 STALE_TRIES = 5
@@ -117,7 +117,7 @@ def _make_folders(path: Path) -> None:
         path.mkdir()
     except FileExistsError:
         return
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def refuse_link(name: str, found: os.stat_result) -> None:

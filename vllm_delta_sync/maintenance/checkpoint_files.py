@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.durable_files import sync_file, sync_folder
+from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, FormatError, LimitError, NotFoundError, StoreError
 from vllm_delta_sync.format.safetensors_file import Entry, header_bytes, layout, shard_tables
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec, TensorTable
@@ -116,9 +116,9 @@ class WeightFiles:
         """Sync the files to disk, and write the index if there are several. Raises StoreError."""
         try:
             for name in self.shards:
-                sync_file(folder / name)  # pages that were changed through maps, too
+                sync_path(folder / name)  # pages that were changed through maps, too
                 if name == DRAFT_FILE:
-                    sync_folder((folder / name).parent)
+                    sync_path((folder / name).parent)
         except OSError as error:
             raise StoreError(f"weights in {str(folder)!r} cannot be written: {error.strerror or error}") from error
         if INDEX_NAME in self.names:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
-from vllm_delta_sync.durable_files import sync_folder
+from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import (
     ConflictError,
     DataError,
@@ -389,5 +389,5 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
         (target / name).parent.mkdir(exist_ok=True)
         os.replace(made / name, target / name)
     if DRAFT_FILE in moved:
-        sync_folder((target / DRAFT_FILE).parent)
-    sync_folder(target)
+        sync_path((target / DRAFT_FILE).parent)
+    sync_path(target)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.client import Run, Version, open_run
-from vllm_delta_sync.durable_files import sync_folder
+from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import DataError, DeltaSyncError, StoreError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
@@ -293,7 +293,7 @@ class _Folder(FollowedFolder):
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         os.replace(link, self.path / CURRENT_NAME)
-        sync_folder(self.path)
+        sync_path(self.path)
         shutil.rmtree(self._work / OBJECTS, ignore_errors=True)
 
 

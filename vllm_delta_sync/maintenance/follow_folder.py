@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
-from vllm_delta_sync.durable_files import sync_folder
+from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import ChainError, ConflictError, ForkError, ReplayError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.checkpoint_files import files_in, model_files_of_run
@@ -199,9 +199,9 @@ class FollowedFolder(ABC):
         """Add the record to the files of a version, and give the folder its name."""
         record = ExportRecord.of(manifest, sorted({*files_in(new), EXPORT_NAME}))
         write_file(new / EXPORT_NAME, record.to_bytes())
-        sync_folder(new)
+        sync_path(new)
         os.rename(new, folder)
-        sync_folder(self.path)
+        sync_path(self.path)
         return record
 
     def _remove(self, folders: list[Path]) -> None:
