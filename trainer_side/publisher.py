@@ -247,7 +247,6 @@ class Publisher:
                 too large or has an invalid name.
         """
         watch = Stopwatch()
-        deadline = Deadline(timeout)
         try:
             pairs = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
         except TypeError as error:
@@ -256,7 +255,7 @@ class Publisher:
             ) from error
         interrupted = False
         try:
-            with self._open(deadline) as session:
+            with self._open(timeout) as (session, deadline):
                 return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, deadline)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
@@ -288,8 +287,7 @@ class Publisher:
             PublishError, ConflictError: a version could not be made durable.
             PublishTimeoutError: that is not known after ``timeout`` seconds; it goes on in the background.
         """
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             session.wait_durable(deadline)
 
     def finish(self, timeout: float | None = CLOSE_SECONDS) -> None:
@@ -298,8 +296,7 @@ class Publisher:
         Raises:
             PublishError, GateError, ConflictError: as ``close``.
         """
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             session.publish_last(deadline)
 
     def rebase(self, version: int, timeout: float | None = None) -> None:
@@ -313,8 +310,7 @@ class Publisher:
             PublishError, ConflictError: as ``flush``. DeltaSyncError: the version cannot be rebuilt; the next publish
                 builds on the same version as before this call.
         """
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             number = session.check_same_arguments("version", lambda: check_version(version))
             session.call(lambda: self._committer.rebase(number), deadline)
 
@@ -329,8 +325,7 @@ class Publisher:
         Raises:
             PublishError: they cannot be repaired now. Other errors as ``flush``.
         """
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             return session.call(self._committer.rescan, deadline)
 
     def anchor(self, timeout: float | None = None) -> int:
@@ -344,8 +339,7 @@ class Publisher:
         Raises:
             StoreError: it could not be stored. PublishError: the baseline is damaged. Other errors as ``flush``.
         """
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             return session.call(self._committer.write_anchor, deadline)
 
     def tag(
@@ -368,8 +362,7 @@ class Publisher:
         def checked_arguments() -> list[str | int | bool | None]:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
 
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             session.check_same_arguments("tag", checked_arguments)
             session.wait_durable(deadline)
             number = self.version if version is None else check_version(version)
@@ -399,8 +392,7 @@ class Publisher:
         """
         from vllm_delta_sync.fleet.fleet import Fleet
 
-        deadline = Deadline(timeout)
-        with self._open(deadline) as session:
+        with self._open(timeout) as (session, deadline):
             if version is None:
                 session.wait_durable(deadline)
             wanted = self.version if version is None else check_version(version)
@@ -483,16 +475,17 @@ class Publisher:
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
     @contextmanager
-    def _open(self, deadline: Deadline = NEVER) -> Iterator[PublishSession]:
-        """Take the lock for one call.
+    def _open(self, timeout: float | None = None) -> Iterator[tuple[PublishSession, Deadline]]:
+        """Take the lock for one call, whose deadline begins now.
 
         Raises:
             UsageError: the publisher is closed. PublishTimeoutError: a call of another thread has not ended in time.
         """
+        deadline = Deadline(timeout)
         with self._exclusive(deadline):
             if self._closed:
                 raise UsageError("the publisher is closed; make a new one, which continues the run")
-            yield self._session
+            yield self._session, deadline
 
     @contextmanager
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:
