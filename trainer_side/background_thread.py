@@ -19,22 +19,18 @@ _Result = TypeVar("_Result")
 
 
 class BackgroundJob:
-    """A call that a background thread makes. ``error``: what it raised, once done."""
+    """A call that a background thread makes. ``error``: what it raised, once ``done``."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._done = False
+        self.done = False
         self._gate = threading.Lock()
         self._gate.acquire()
-
-    @property
-    def done(self) -> bool:
-        return self._done
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the call has returned or failed; return whether it has, within ``timeout`` seconds if given."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._done:
+        while not self.done:
             left = end - time.monotonic()
             if left <= 0:
                 return False
@@ -50,7 +46,7 @@ class BackgroundJob:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.error = error
-        self._done = True
+        self.done = True
         self._gate.release()
         # The waiting thread raises the error, not this one.
         return True

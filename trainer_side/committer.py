@@ -95,10 +95,10 @@ class Committer:
     Every rank of the group makes the same calls in the same order.
 
     Attributes:
-        baseline: holds the bits of ``current``, plus those of an open pending delta.
+        baseline: holds the bits of ``current``, plus those of an open pending delta. If it is ``suspect``, ``recover``
+            repairs it before anything is compared with it.
         current: the durable version that the baseline is at: the newest, or the one rebased to.
         stopped: why nothing more can be published.
-        suspect: the baseline may be damaged; ``recover`` repairs it before anything is compared with it.
 
     Args:
         group: the ranks, for the thread that makes the calls.
@@ -139,14 +139,6 @@ class Committer:
     def newest(self) -> Manifest:
         """The newest durable version."""
         return self.current if self.writer.newest is None else self.writer.newest
-
-    @property
-    def suspect(self) -> bool:
-        return self.baseline.suspect
-
-    @suspect.setter
-    def suspect(self, value: bool) -> None:
-        self.baseline.suspect = value
 
     @property
     def run(self) -> Run:
@@ -215,7 +207,7 @@ class Committer:
         # It may still be open because an interrupt hit the caller before it could finish.
         if pending is not None and pending.open:
             pending.revert()
-        if self.suspect:
+        if self.baseline.suspect:
             self.repair_baseline()
 
     def rebase(self, version: int) -> None:
@@ -248,7 +240,7 @@ class Committer:
         Raises:
             PublishError: they cannot be repaired now; ``suspect`` stays set.
         """
-        self.suspect = True
+        self.baseline.suspect = True
         damaged = self.baseline.damaged(range(len(self.baseline.table)), {})
         names = self._names(damaged)
         if damaged:
@@ -262,7 +254,7 @@ class Committer:
                     f"version {self.current.version} in the bucket: {error}; nothing is published until it can"
                 ) from error
             logger.error("the baseline in memory was damaged in %s; restored from the bucket", _listed_tensors(names))
-        self.suspect = False
+        self.baseline.suspect = False
         return names
 
     def write_anchor(self) -> int:
@@ -346,7 +338,7 @@ class Committer:
         )
         if not damaged:
             return
-        self.suspect = True
+        self.baseline.suspect = True
         pending.revert()
         names = sorted({*self._names(damaged), *self.repair_baseline()})
         raise PublishError(

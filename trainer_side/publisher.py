@@ -68,6 +68,7 @@ class Publisher:
     Attributes:
         run: id of the run, 32 hex digits.
         url: the run's URL.
+        began: whether this publisher began the run, with version 0; otherwise it took the run over.
         memory: bytes that it takes, at rest and for the largest version; logged at construction.
     """
 
@@ -156,7 +157,7 @@ class Publisher:
                 )
                 undo.callback(self._maintenance.close)
             self._committer = Committer(self._bucket, opened, options, ranks.work, self._maintenance)
-            self._began = opened.began
+            self.run, self.url, self.began = opened.writer.run, self._bucket.url, opened.began
             self._background.call(self._committer.begin)
             prepare = partial(prepare_devices, self._detector, weights.live, self._committer.baseline)
             ranks.work.on_every_rank("devices", prepare)
@@ -175,19 +176,6 @@ class Publisher:
         """What this publisher takes in this process, at rest and for the largest version."""
         keeps_deltas = self._maintenance is not None and self._maintenance.recent is not None
         return publisher_memory(self._committer.baseline, self._options, self._threads, keeps_deltas)
-
-    @property
-    def run(self) -> str:
-        return self._committer.writer.run
-
-    @property
-    def url(self) -> str:
-        return self._bucket.url
-
-    @property
-    def began(self) -> bool:
-        """Whether this publisher began the run, with version 0; otherwise it took the run over."""
-        return self._began
 
     @property
     def notice_address(self) -> str | None:

@@ -399,7 +399,7 @@ class PublishSession:
     def _is_dirty(self) -> bool:
         """Return whether the baseline may not be at a durable version."""
         pending = self._pending
-        return (pending is not None and pending.open) or self._committer.suspect
+        return (pending is not None and pending.open) or self._committer.baseline.suspect
 
     def _submit_recovery(self) -> None:
         """Begin to bring the baseline to a durable version, which may take requests to the store."""
