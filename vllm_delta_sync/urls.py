@@ -165,19 +165,14 @@ def check_key(key: str) -> str:
     return key
 
 
-def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if a valid key can begin with it.
-
-    Raises:
-        UsageError: it is not; the message names the broken rule.
-    """
+def check_prefix(prefix: str) -> None:
+    """Raise UsageError, which names the broken rule, unless a valid key can begin with ``prefix``."""
     if len(prefix) > MAX_KEY_BYTES:
         raise UsageError(f"prefix {prefix[:80]!r}… has {len(prefix)} characters; at most {MAX_KEY_BYTES} are allowed")
     if not _PREFIX.fullmatch(prefix):
         raise UsageError(f"prefix {prefix!r} cannot begin a key: use A-Z a-z 0-9 . _ - and /")
     for part in prefix.split("/")[:-1]:
         _check_part(part, prefix)
-    return prefix
 
 
 def _check_part(part: str, key: str) -> None:

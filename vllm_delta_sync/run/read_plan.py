@@ -94,10 +94,6 @@ class Step:
         return self.document.payload_bytes
 
     @property
-    def reversible(self) -> bool:
-        return self.document.reversible
-
-    @property
     def key(self) -> str:
         """Key of the document, which is avoided if it turns out to be bad."""
         if isinstance(self.document, MergedDelta):
@@ -237,10 +233,8 @@ class ReadPlanner:
         Raises:
             StoreError: the store failed.
         """
-        self.add_manifests(target)
+        self._look_up_to(target)
         limit = target.version - 1
-        self._cover(target.version)
-        self._list(ROOT, target.version)
         while moves := self._usable((target.version,), lambda: self._towards(ROOT, limit)):  # noqa: B023
             limit = moves[-1].end
             with suppress(DataError):
@@ -258,9 +252,7 @@ class ReadPlanner:
         Raises:
             DataError: of the first bad anchor, else of what is in the way. StoreError: the store failed.
         """
-        self.add_manifests(target)
-        self._cover(target.version)
-        self._list(ROOT, target.version)
+        self._look_up_to(target)
         moves = self._usable((target.version,), lambda: self._graph.way(ROOT, target.version))
         if moves is None:
             raise self._no_root(target.version)
@@ -268,9 +260,7 @@ class ReadPlanner:
 
     def roots(self, target: Manifest) -> list[tuple[str, int]]:
         """Return the documents up to ``target`` that a read may begin with: (key, version), the newest first."""
-        self.add_manifests(target)
-        self._cover(target.version)
-        self._list(ROOT, target.version)
+        self._look_up_to(target)
         found = [edge for edge in self._graph if edge.low == ROOT and edge.high <= target.version]
         return sorted(((edge.key, edge.high) for edge in found), key=lambda root: (root[1], root[0]), reverse=True)
 
@@ -295,6 +285,12 @@ class ReadPlanner:
         return self._plan(moves)
 
     # The graph
+
+    def _look_up_to(self, target: Manifest) -> None:
+        """Put all that may lead from a root to a version into the graph."""
+        self.add_manifests(target)
+        self._cover(target.version)
+        self._list(ROOT, target.version)
 
     def _cover(self, version: int) -> None:
         """Put the versions up to one, and how each is reached from the one that it builds on, into the graph."""

@@ -83,16 +83,13 @@ class UndoLog:
             "kept. The log cannot return to versions that were merged into one commit or that exceeded undo_bytes"
         )
 
-    def record_step(self, reverse: bool) -> UndoEntry:
-        """Record that the newest commit was taken back, or the last one taken back was applied again. Returns it."""
+    def record_step(self, reverse: bool) -> None:
+        """Record that the newest commit was taken back, or the last one taken back was applied again."""
         if reverse:
-            entry = self._applied.pop()
-            self._undone.append(entry)
+            self._undone.append(self._applied.pop())
         else:
-            entry = self._undone.pop()
-            self._applied.append(entry)
+            self._applied.append(self._undone.pop())
         self.writes += 1
-        return entry
 
     def trim(self, limit: int) -> None:
         """Forget the oldest commits until at most ``limit`` bytes are used, and all entries whose earlier weights were
