@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors
+from trainer_side.model.sources import HEAD
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.slime_deltas import check_frames, delta_index, new_tensors
@@ -385,7 +386,7 @@ class CheckpointPublisher:
         try:
             published = False
             if self._publisher is None:
-                specs = checkpoint.specs if delta is None else self._known_specs()
+                specs = checkpoint.specs if delta is None else self._known_specs(checkpoint)
                 self._publisher = self._open(checkpoint, specs, step, progress)
                 self._specs = specs
                 # With a base, version 0 is the base.
@@ -448,11 +449,13 @@ class CheckpointPublisher:
     ) -> None:
         self._closing.__exit__(kind, error, trace)
 
-    def _known_specs(self) -> Mapping[str, TensorSpec]:
-        """Return the tensors of the run, or of the base that it will begin with."""
+    def _known_specs(self, delta: CheckpointFolder) -> Mapping[str, TensorSpec]:
+        """Return the tensors of the run, or of the base that it will begin with; a head only if the delta has one."""
         if self._exists or self.base is None:
-            return {spec.name: spec for spec in self.run.table}
-        return Checkpoint(resolve_base(self.base).path).specs
+            known = {spec.name: spec for spec in self.run.table}
+        else:
+            known = Checkpoint(resolve_base(self.base).path).specs
+        return {name: spec for name, spec in known.items() if name in delta.specs or not name.endswith(HEAD)}
 
     def _open(
         self, checkpoint: CheckpointFolder, specs: Mapping[str, TensorSpec], step: int, progress: Progress | None

@@ -3,7 +3,6 @@
 ``ranks.coordinator.RankCoordinator`` holds the parts of one rank.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -12,7 +11,7 @@ import numpy as np
 
 from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
-from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.baseline import Baseline, base_config, run_config
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.budget_selection import check_dtypes
@@ -28,12 +27,11 @@ from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.restore import check_base_bits, locate_base, restore
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, read_small_file
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState
 
 _Result = TypeVar("_Result")
@@ -167,8 +165,8 @@ class WholeWeights:
         return work()
 
     def begin(self) -> tuple[manifests.FullState, str | None]:
-        if self.base is not None and os.path.lexists(config := Path(self.base) / CONFIG_NAME):
-            self.live = quantized(self.live, Checkpoint(self.base).specs, read_small_file(config), Path(self.base))
+        if self.base is not None and (config := base_config(self.base)):
+            self.live = quantized(self.live, Checkpoint(self.base).specs, config, Path(self.base))
         baseline = self._baseline = Baseline.captured(self.live, self.base, self._options.baseline)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
         self._background.call(baseline.scan)
@@ -177,9 +175,9 @@ class WholeWeights:
     def fit(self, run: Run) -> None:
         self._run = run
         specs = {spec.name: spec for spec in run.table}
-        if to_quantize(self.live, specs) and any(item.name == CONFIG_NAME for item in run.info.files):
-            self.live = quantized(self.live, specs, read_file(run, CONFIG_NAME), self._unproven_base(run))
-        baseline = self._baseline = Baseline.of_run(self.live, run.table)
+        if to_quantize(self.live, specs) and (config := run_config(run)):
+            self.live = quantized(self.live, specs, config, self._unproven_base(run))
+        baseline = self._baseline = Baseline.of_run(self.live, run)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
 
     def _unproven_base(self, run: Run) -> Path | None:

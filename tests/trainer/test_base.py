@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from tests.support.architectures import adamw, qwen3, qwen3_moe, saved, train
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishing import assert_holds, assert_same, snapshot
-from trainer_side import Publisher
+from trainer_side import Part, Publisher
+from trainer_side.checkpoint_folders import CheckpointPublisher
+from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ModelError, NotFoundError, StoreError, TensorMismatchError
 
@@ -127,3 +130,53 @@ def test_a_file_of_the_base_that_cannot_be_read_is_named(url: str, tmp_path: Pat
     with pytest.raises(StoreError, match=f"'{config}' cannot be read: File name too long"):
         Publisher({"w": torch.ones(4)}, url, base=tmp_path)
     assert not Path(url).exists()
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def publish_as(source: str, model: PreTrainedModel, url: str, base: Path, folder: Path) -> None:
+    """Begin the run or take it over, as trainers do that have a tied head under one of its names only."""
+    named = dict(model.named_parameters())
+    if source == "folder":
+        saved(model, folder)
+        with CheckpointPublisher(url, base) as folders:
+            folders.publish(folder)
+    elif source == "handed":
+        publisher = gathered_publisher(url, base)
+        assert publisher is not None
+        with publisher:
+            publish_gathered(publisher, 1, named.items())
+    elif source == "parts":
+        whole = [Part(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in named.items()]
+        with Publisher(None, url, base, parts=lambda: whole) as publisher:
+            publisher.publish(1)
+    else:
+        if source == "head":
+            named[HEAD] = named.pop(EMBEDDING)
+        with Publisher(named, url, base=base) as publisher:
+            publisher.publish(1)
+
+
+@pytest.mark.parametrize("source", ["embedding", "head", "parts", "handed", "folder"])
+def test_a_tied_head_of_the_base_follows_a_trainer_that_has_it_once(source: str, url: str, tmp_path: Path) -> None:
+    """A server loads both tensors where a checkpoint has both, as that of Qwen3-0.6B does."""
+    model, base = qwen3(tied=True), tmp_path / "base"
+    tensors = saved(model, base)
+    assert HEAD not in tensors
+    save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, base / "model.safetensors", {"format": "pt"})
+    for step in (1, 2):  # the second publisher takes the run over
+        train(model, adamw(model))
+        publish_as(source, model, url, base, tmp_path / f"checkpoint-{step}")
+        now = snapshot(dict(model.named_parameters()))
+        assert_holds(open_run(url), None, now | {HEAD: now[EMBEDDING]})
+
+
+def test_a_tied_head_of_an_unknown_embedding_is_refused(url: str, tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", {name: torch.zeros(4, 2) for name in ("a", "b", HEAD)})
+    (base / "config.json").write_text('{"text_config": {"tie_word_embeddings": true}}')
+    given = {name: torch.zeros(4, 2) for name in ("a", "b")}
+    with pytest.raises(ModelError, match=rf"config.json ties tensor '{HEAD}' of base .* 'a', 'b' have its shape"):
+        Publisher(given, url, base=base)
+    with Publisher(given | {HEAD: given["b"]}, url, base=base):
+        assert open_run(url).manifest(0).kind == "reference"

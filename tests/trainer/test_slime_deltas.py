@@ -110,6 +110,20 @@ def test_a_run_may_begin_with_a_whole_checkpoint(url: str, out: Path) -> None:
     assert_holds(open_run(url), 1, weights_at(2))
 
 
+def test_a_tied_head_of_the_base_follows_the_embedding(url: str, out: Path, tmp_path: Path) -> None:
+    """slime sends that of a tied model once."""
+    embedding, head = "model.embed.weight", "lm_head.weight"
+    base = write_checkpoint(tmp_path / "hf", base_weights() | {head: base_weights()[embedding]})
+    (base / "config.json").write_text('{"tie_word_embeddings": true}')
+    delta(out, 1)
+    write_checkpoint(folder_of(out, 2), weights_at(2))
+    results, refused = watch_once(out, url, base)
+    assert ([outcome for _, outcome, _ in results], refused) == (["published", "published"], {})
+    for version in (1, 2):
+        expected = weights_at(version)
+        assert_holds(open_run(url), version, expected | {head: expected[embedding]})
+
+
 # Out and in
 
 

@@ -1,5 +1,6 @@
 """``Baseline``: the bits of the newest published version, which the next version is compared with."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -24,8 +25,10 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.limits import CORRUPT
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.model_files import read_file
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, read_small_file
 
 logger = guarded_logger(__name__)
 
@@ -35,14 +38,14 @@ def new_run_tensors(
 ) -> tuple[TensorTable, dict[str, list[str]], Checkpoint | None]:
     """Return a new run's tensors, live name → names in the run, and the base."""
     if base is None:
-        names = target_names(live, None, "")
+        names = target_names(live, None, "", bytes)
         specs = [own_spec(tensor) for name, tensor in live.tensors.items() if name not in live.excluded]
         remedy = "give it another name (rename=), or leave it out (exclude=)"
         checkpoint = None
     else:
         checkpoint = Checkpoint(base)
         try:
-            names = target_names(live, checkpoint.specs, f"base {str(checkpoint.path)!r}")
+            names = target_names(live, checkpoint.specs, f"base {str(checkpoint.path)!r}", lambda: base_config(base))
         except TensorMismatchError as error:
             raise TensorMismatchError(
                 f"{error.message}; give base= the checkpoint that the model was loaded from. If the model has tensors "
@@ -63,11 +66,22 @@ def new_run_tensors(
     return table, names, checkpoint
 
 
-def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
+def base_config(base: str | Path) -> bytes:
+    """Return the config.json of a checkpoint directory, empty if it has none."""
+    path = Path(base) / CONFIG_NAME
+    return read_small_file(path) if os.path.lexists(path) else b""
+
+
+def run_config(run: RunReader) -> bytes:
+    """Return the config.json of a run, empty if it keeps none."""
+    return read_file(run, CONFIG_NAME) if any(item.name == CONFIG_NAME for item in run.info.files) else b""
+
+
+def names_in_run(live: LiveTensors, run: RunReader) -> dict[str, list[str]]:
     """Return live name → names in an existing run."""
-    specs = {spec.name: spec for spec in table}
+    specs = {spec.name: spec for spec in run.table}
     try:
-        names = target_names(live, specs, "the run that is to be resumed")
+        names = target_names(live, specs, "the run that is to be resumed", lambda: run_config(run))
     except TensorMismatchError as error:
         raise TensorMismatchError(
             f"{error.message}; publish the model of this run, or start a new run under a new URL"
@@ -138,9 +152,9 @@ class Baseline:
         return baseline
 
     @classmethod
-    def of_run(cls, live: LiveTensors, table: TensorTable) -> Self:
+    def of_run(cls, live: LiveTensors, run: RunReader) -> Self:
         """Return the baseline of an existing run, still without values."""
-        baseline = cls(table, names_in_run(live, table), None)
+        baseline = cls(run.table, names_in_run(live, run), None)
         baseline.expect_on_devices(live)
         baseline.warn_of_missing("run")
         return baseline

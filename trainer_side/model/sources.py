@@ -5,6 +5,7 @@ arguments that returns one. Names are those of a Hugging Face checkpoint. ``targ
 of a run."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,9 +23,14 @@ from trainer_side.model.live_tensors import (
 from trainer_side.model.module import ModuleTensors, Selection
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
+from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
+
+HEAD = "lm_head.weight"
+"""How the name of an output head ends."""
 
 ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors] | LiveTensors
 
@@ -122,16 +128,18 @@ def own_spec(tensor: CheckpointTensor) -> TensorSpec:
     return TensorSpec(tensor.name, own, tensor.shape)
 
 
-def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, where: str) -> dict[str, list[str]]:
+def target_names(
+    live: LiveTensors, specs: Mapping[str, TensorSpec] | None, where: str, read_config: Callable[[], bytes]
+) -> dict[str, list[str]]:
     """Return live name, aliases included → names in the run.
 
     Args:
         specs: the run's tensors, which must include the live ones; None if the live ones make up the run. Excluded
             tensors that the run lacks have no name there.
-        where: what ``specs`` belong to, for messages.
+        where: what ``specs`` belong to, for messages. read_config: returns its config.json, empty if it has none.
     """
     groups: dict[str, list[str]] = {name: [name] for name in live.tensors}
-    for alias, owner in live.aliases.items():
+    for alias, owner in (live.aliases | _tied_aliases(live, specs or {}, where, read_config)).items():
         groups[owner].append(alias)
     names: dict[str, list[str]] = {}
     for owner, group in groups.items():
@@ -141,6 +149,40 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
             _check_targets(live.tensors[owner], targets, specs, where)
         names.update(dict.fromkeys(group, targets))
     return names
+
+
+def _tied_aliases(
+    live: LiveTensors, specs: Mapping[str, TensorSpec], where: str, read_config: Callable[[], bytes]
+) -> dict[str, str]:
+    """Return tensors that only the run has → the live tensor that its config.json ties them to.
+
+    A checkpoint may have both an output head and the embedding that it is tied to, and servers then load both; what
+    yields or saves a tied model mostly leaves one of them out.
+    """
+    found: dict[str, str] = {}
+    known = {*live.tensors, *live.aliases}
+    own = [spec for name, spec in specs.items() if not name.startswith(DRAFT_PREFIX)]
+    for head in (spec.name for spec in own if spec.name.endswith(HEAD)):
+        alike = [spec.name for spec in own if spec.name != head and replace(spec, name=head) == specs[head]]
+        if not any(name in known for name in (head, *alike)) or known.issuperset([head, *alike]):
+            continue
+        if not _ties_heads(read_config()):
+            continue
+        if len(alike) == 1:
+            missing, present = (head, alike[0]) if alike[0] in known else (alike[0], head)
+            found[missing] = present
+        elif head not in known:
+            raise ModelError(
+                f"config.json ties tensor {head!r} of {where}, and {', '.join(map(repr, alike[:5]))} have its shape: "
+                f"yield the embedding under the name {head!r} too"
+            )
+    return found
+
+
+def _ties_heads(config: bytes) -> bool:
+    document = load_json(config, CONFIG_NAME) if config else None
+    parts = [document, document.get("text_config")] if isinstance(document, dict) else []
+    return any(isinstance(part, dict) and bool(part.get("tie_word_embeddings")) for part in parts)
 
 
 def check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:

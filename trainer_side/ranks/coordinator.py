@@ -197,7 +197,7 @@ class RankCoordinator:
                     f"rank {self._group.rank} sees another run at {self._bucket.url} than rank 0: give every rank the "
                     "URL of one bucket that all of them reach"
                 )
-            baseline = self._baseline = ShardBaseline.parts_of_run(self.live, self.run.table, self._group.rank)
+            baseline = self._baseline = ShardBaseline.parts_of_run(self.live, self.run, self._group.rank)
             prepare(baseline.parts, baseline.whole, self._options)
             return boxes_document(baseline.boxes)
 

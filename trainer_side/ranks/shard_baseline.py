@@ -21,6 +21,7 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.partial import fingerprint_box
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Matrix, Positions
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
@@ -107,9 +108,9 @@ class ShardBaseline:
         self.parts.compare(bits_of, excluded)
 
     @classmethod
-    def parts_of_run(cls, live: RankParts, table: TensorTable, rank: int) -> Self:
+    def parts_of_run(cls, live: RankParts, run: RunReader, rank: int) -> Self:
         """Return the baseline of an existing run, still without values."""
-        baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
+        baseline = cls(live, run.table, names_in_run(_WholeTensors(live), run), None, rank)
         baseline.parts.warn_of_missing("run")
         return baseline
 
