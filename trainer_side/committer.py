@@ -408,6 +408,7 @@ class Committer:
                 raise UncertainError(message) from cause
             case "former":
                 pending.revert()
+                self._encoder.forget(version)
                 former = FormerVersionError(_parsed(answer["manifest"]))
                 self._move_to(former.manifest, "former version", lambda: self._continue_from_former(former))
                 raise PublishError(

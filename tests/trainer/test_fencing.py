@@ -187,6 +187,10 @@ def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hook
         later.flush()
     assert later.version == 3
     assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 3
+    assert later._maintenance is not None
+    assert later._maintenance.recent is not None
+    # What this one had encoded as version 3 would not fit into a merged delta.
+    assert later._maintenance.recent.of(3) is None
     mine["b"][1] += 1
     expected = {name: tensor.clone() for name, tensor in mine.items()}
     assert later.publish(step=5).version == 4

@@ -56,7 +56,7 @@ class RecentDeltas:
                 del self._objects[min(self._objects)]
 
     def drop(self, version: int) -> None:
-        """Forget a version: an attempt to publish it may have failed, and the next one differ."""
+        """Forget a version."""
         with self._lock:
             self._objects.pop(version, None)
 
@@ -119,8 +119,7 @@ class Encoder:
         The objects of a large version are files, which ``release`` removes.
         """
         self.release()
-        if self._recent is not None:
-            self._recent.drop(context.version)
+        self.forget(context.version)
         if not changes.changed:
             return []
         self.compile()
@@ -138,6 +137,11 @@ class Encoder:
         if self._recent is not None:
             self._recent.keep(context, parts, self._table)
         return [encode(part, self._table, codec, compression, context, self._read) for part in parts]
+
+    def forget(self, version: int) -> None:
+        """Keep no plain copy of a version: it may become durable with other changes than were encoded for it."""
+        if self._recent is not None:
+            self._recent.drop(version)
 
     def release(self) -> None:
         """Remove the files of the objects encoded last."""
