@@ -215,8 +215,8 @@ class Publisher:
             sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB.
                 Read back by ``Run.sidecar``. Sidecars of a call that is skipped or fails are dropped. Where ranks
                 publish together, those of rank 0 are committed.
-            skip_unchanged: skip the call if no bits differ from the version that it would build on; otherwise a version
-                without changes is published. Not for sharded models.
+            skip_unchanged: skip the call if no bits differ from the newest version; otherwise a version without changes
+                is published. Not for sharded models.
             exact: send all changes, also those that the ``budget`` held back; waits like ``wait``, and ignores
                 ``every``. Elements of tensors that ``weights`` lacks stay held back. Without a budget it changes
                 nothing: every version is exact. Ranks that publish together give the same.

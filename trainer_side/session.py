@@ -208,7 +208,8 @@ class PublishSession:
             )
             self._last = LastCall(step, weights is not None, failure=failure.message)
             raise failure from error
-        if skips_equal and not pending.changed:
+        committer = self._committer
+        if skips_equal and not pending.changed and committer.current.version == committer.newest.version:
             self._background.call(pending.revert)
             self._last = None  # the run has these weights
             return self._skipped_result(step, watch)

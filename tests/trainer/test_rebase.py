@@ -62,6 +62,18 @@ def test_next_version_builds_on_the_one_rebased_to(bucket: Hooked, trainer: Trai
     assert_history(bucket, history)
 
 
+def test_weights_rebased_to_are_not_skipped_as_unchanged(bucket: Hooked, trainer: Trainer) -> None:
+    """Servers have those of the newest version."""
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 2)
+        publisher.rebase(1)
+        for name, tensor in trainer.live.items():
+            tensor.copy_(history[1][name])
+        assert publisher.publish(step=3, wait=True, skip_unchanged=True).version == 3
+        assert publisher.publish(step=4, wait=True, skip_unchanged=True).version is None
+    assert_history(bucket, [*history, history[1]])
+
+
 def test_rebase_to_the_newest_version_makes_no_break(bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
         history = publish(publisher, trainer, 2)
