@@ -27,6 +27,8 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
         ({"load_format": "safetensors"}, ""),
         ({"enable_lora": True}, ""),
         ({"kv_cache_dtype": "fp8"}, ""),
+        ({"quantization": "fp8"}, "--quantization is 'fp8"),
+        ({"quantization": "fp8_per_block"}, "--quantization is 'fp8_per_block'"),
         (drafts("ngram", prompt_lookup_max=2), ""),
         (drafts("draft_model", model=draft), ""),
         (drafts("draft_model", model=str(link)), ""),

@@ -122,6 +122,7 @@ def missing_names() -> tuple[str, ...]:
 def check_features(vllm_config: Any) -> None:
     """Refuse options that change where weights come from or lie. Raises EngineError."""
     _check_load_format(vllm_config.load_config.load_format)
+    _check_quantization(vllm_config.quant_config, vllm_config.model_config.quantization)
     _check_offloading(vllm_config.offload_config)
     if vllm_config.speculative_config is not None:
         check_speculation(vllm_config.speculative_config)
@@ -138,6 +139,18 @@ def _check_load_format(load_format: Any) -> None:
         raise EngineError(
             "--load-format is 'ipc_cache': the weights lie in the cache daemon's memory, where patches would reach "
             "every engine that maps them; use auto or delta_sync"
+        )
+
+
+def _check_quantization(quant_config: Any, name: Any) -> None:
+    """Refuse to quantize a checkpoint while it is loaded: each layer is replaced before a trace could begin."""
+    # A quantized checkpoint may have such a configuration too, for the layers that it leaves as they are.
+    chosen = getattr(quant_config, "online_quantization_config", None) or quant_config
+    if chosen is not None and chosen.get_name() == "online":
+        raise EngineError(
+            f"--quantization is {str(name)!r}: vLLM quantizes weights while it loads them, and keeps nothing that a "
+            "version could be applied to; serve a checkpoint that is quantized already, and give it to the publisher "
+            "as base= (docs/quantized.md)"
         )
 
 
