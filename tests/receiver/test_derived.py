@@ -22,7 +22,7 @@ from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel, c
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.compat import load_hook
+from vllm_delta_sync.engine.compat import load_hook, write_hooks
 from vllm_delta_sync.engine.compat.load_hook import is_runtime_state
 from vllm_delta_sync.engine.compat.speculation import folder_of
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
@@ -697,3 +697,40 @@ def test_fp8_as_the_checkpoint_has_it_takes_no_shadow(tmp_path: Path) -> None:
         publisher.flush()
     table = open_run(str(tmp_path / "run")).table
     assert trace_routes(made_of(tensors, as_loaded), table).reload_units is None
+
+
+class WithTower(Worked):
+    """With a parameter that the run has no tensor of, and what a kernel keeps for itself."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self.tower = nn.Parameter(torch.linspace(-1, 1, 40), requires_grad=False)
+        self.locks = torch.zeros(8, dtype=torch.int32)
+
+
+class LosingWorker:
+    """vLLM's worker at level 2: what is no buffer has other bits when it wakes up."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def sleep(self, level: int = 1) -> None:
+        for path, name, tensor in walk_tensors(self._model):
+            if name not in self._model.get_submodule(path)._buffers:
+                tensor.detach().view(torch.uint8).fill_(0x7F)
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+
+def test_what_the_run_has_no_tensors_of_outlives_a_sleep_that_loses_the_weights(tmp_path: Path) -> None:
+    world = serve(tmp_path, kind=WithTower)
+    world.receiver.advance()
+    worker: Any = LosingWorker(world.model)
+    write_hooks.watch_writes(worker, world.model, world.port.ranks[0].memory)
+    for step in (1, 2):
+        world.train(step)
+        worker.sleep(level=2)
+        worker.wake_up()
+        world.receiver.advance()
+        world.expect_exact()
+        assert world.receiver.verify()["verdict"]

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from vllm_delta_sync.engine.compat import lora, patches
 from vllm_delta_sync.engine.compat.speculation import draft_of
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
@@ -27,8 +29,12 @@ def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
     Cause: vLLM has no hook for written or unmapped weights. Symptom: a patch is committed on top of other weights, so
     that the result is no version; or a kernel of the background thread reads memory that ``sleep`` has unmapped, which
     ends the process. Remove when: vLLM notifies extensions of weight updates and of sleep.
+
+    Sleep at level 2 loses the weights, and vLLM brings only buffers back. What the run cannot rebuild, such as a vision
+    tower that it has no tensors of, waits in host memory.
     """
     loses_weights = False
+    kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def note_write(name: str) -> None:
         for listener in memory.listeners:
@@ -45,16 +51,21 @@ def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
     def sleep(original: Callable[..., Any], level: int = 1) -> Any:
         nonlocal loses_weights
         with memory.exclusive():
-            memory.asleep = True
+            # Of what sleeps already nothing can be read.
+            can_keep, memory.asleep = not memory.asleep, True
             loses_weights = level > 1
             for listener in memory.listeners:
                 listener.leave_device()
             try:
+                if loses_weights and can_keep:
+                    lost = {each._cdata: each for listener in memory.listeners for each in listener.not_rebuilt()}
+                    kept.extend((each, torch.UntypedStorage(each.nbytes()).copy_(each)) for each in lost.values())
                 return original(level)
             except BaseException:
                 # vLLM takes the engine for awake then, so that no wake-up follows.
                 note_write("sleep")
                 memory.asleep = loses_weights = False
+                kept.clear()
                 raise
 
     def wake(original: Callable[..., Any], tags: list[str] | None = None) -> Any:
@@ -63,6 +74,9 @@ def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
             result = original(tags)
             if tags is None or "weights" in tags:
                 # Only now: until then the weights are not in place, and level 2 brings back other weights.
+                for storage, copied in kept:
+                    storage.copy_(copied)
+                kept.clear()
                 if loses_weights:
                     lora.forget_all(worker)
                     loses_weights = False

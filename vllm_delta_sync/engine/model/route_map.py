@@ -1,9 +1,11 @@
 """``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,14 +70,24 @@ class RouteMap:
                 self.loaded[tensor], self.groups[tensor] = bool(numel), [0] * len(self.routes[tensor])
 
     @cached_property
+    def _used_routes(self) -> list[Route]:
+        units = [] if self.reload_units is None else self.reload_units.units
+        return [*chain.from_iterable(self.routes), *(output.route for unit in units for output in unit.outputs)]
+
+    @cached_property
     def _used_destinations(self) -> list[int]:
         # Cached: every pause asks, and a mixture of experts has many thousand routes.
-        outputs = (
-            []
-            if self.reload_units is None
-            else [output.route for unit in self.reload_units.units for output in unit.outputs]
-        )
-        return sorted({route.destination for routes in [*self.routes, outputs] for route in routes})
+        return sorted({route.destination for route in self._used_routes})
+
+    @property
+    def whole_storages(self) -> set[int]:
+        """Identities of the storages in which every element comes from the run."""
+        sizes: Counter[int] = Counter()
+        for route in self._used_routes:
+            flat = self.destinations[route.destination].flat
+            sizes[flat.untyped_storage()._cdata] += route.target.numel * flat.element_size()
+        used = (self.destinations[number].flat.untyped_storage() for number in self._used_destinations)
+        return {storage._cdata for storage in used if sizes[storage._cdata] >= storage.nbytes()}
 
     def is_live(self, tensor: int) -> bool:
         """Return whether the model still computes with a tensor's destinations."""

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader, merge
@@ -26,7 +28,9 @@ from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.draft import Draft
+from vllm_delta_sync.engine.model.load_record import load_record_of
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
+from vllm_delta_sync.engine.model.model_replica import is_plain
 from vllm_delta_sync.engine.model.patch import StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route import NARROW_ELEMENTS
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
@@ -408,6 +412,16 @@ class RankWorker:
         self._undo_log.confirm()
         if self.memory.accelerator is not None:
             self.memory.accelerator.free_idle_memory()
+
+    def not_rebuilt(self) -> list[torch.UntypedStorage]:
+        """Return what the model has had since loading and a rebuild would not bring back, were the weights lost."""
+        if self.routes is None:
+            return []
+        rebuilt = self.routes.whole_storages
+        records = [load_record_of(self.model), None if self.draft is None else load_record_of(self.draft.model)]
+        held = (seen() for record in records if record is not None for seen in record.live.values())
+        found = [each.untyped_storage() for each in held if each is not None and is_plain(each) and not each.is_meta]
+        return list({each._cdata: each for each in found if each.nbytes() and each._cdata not in rebuilt}.values())
 
     def _settle(self) -> None:
         """Give up what a background operation still had, or has staged, when the engine fell asleep."""
