@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -358,6 +359,22 @@ def test_draft_methods_are_those_that_vllm_has() -> None:
 
     methods = set(flat(get_args(SpeculativeMethod)))
     assert {*speculation.WITHOUT_WEIGHTS, speculation.OWN_MODEL, *speculation.UNKNOWN} <= methods
+
+
+def test_draft_is_found_behind_its_cuda_graphs() -> None:
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+
+    model: Any = torch.nn.Linear(2, 2)
+    model.load_weights = lambda weights: None
+    wrapper = object.__new__(BreakableCUDAGraphWrapper)  # its constructor takes a GPU
+    wrapper.runnable = model
+    config = SimpleNamespace(model="m", revision=None)
+    speculative = SimpleNamespace(method="mtp", draft_model_config=config, target_model_config=config)
+    runner = SimpleNamespace(drafter=SimpleNamespace(model=wrapper))
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative), model_runner=runner)
+    found = speculation.draft_of(worker)
+    assert found is not None
+    assert found.model is model
 
 
 def test_front_end_is_chosen_as_we_refuse_it() -> None:

@@ -52,6 +52,8 @@ def draft_of(worker: Any) -> Draft | None:
     if drafting is None:
         return None
     model = getattr(drafting, "model", None)
+    # With breakable CUDA graphs it is wrapped.
+    model = getattr(model, "unwrap", lambda: model)()
     if model is None or not hasattr(model, "load_weights"):
         raise ModelError(
             f"this rank drafts with {type(drafting).__name__}, which has no model that can be loaded again: its "
