@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from tests.support.detection import Difference, disturbed, expected, served, tensor_of
 from tests.support.simulated_queue import Record, SimulatedQueue
-from trainer_side.diff import compare_torch, device
+from trainer_side.diff import compare_torch, device, engine
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.device_memory import BLOCK, Kernels
+from trainer_side.diff.engine import Detector
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
@@ -232,3 +233,18 @@ def test_what_was_compared_can_be_dropped() -> None:
         assert np.array_equal(held.read(), bits)
     weights.step(0.1)
     weights.publish()
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_memory_is_given_back_at_the_end(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts keep a publisher that they have closed."""
+    queue, detector = SimulatedQueue(), Detector()
+    monkeypatch.setattr(engine, "open_queue", lambda device: queue)
+    weights = Weights(["BF16", "F32"], [BATCH, 3000], on_device, queue)
+    weights.comparer = detector.on_device(queue.device, TensorTable(weights.specs))
+    weights.step(0.1)
+    weights.publish()
+    queue.run_all()
+    assert queue.used > 0
+    detector.close()
+    assert queue.used == 0

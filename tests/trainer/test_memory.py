@@ -116,6 +116,8 @@ def test_a_baseline_on_a_device_is_none_on_the_host() -> None:
     assert baseline.memory() == MemoryUse(host=36, device=100)
     baseline.buffer_on(baseline.table.index("there"), torch.device("meta"))
     assert baseline.memory() == MemoryUse(host=36, device=100)
+    baseline.close()
+    assert baseline.memory() == MemoryUse(host=36)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

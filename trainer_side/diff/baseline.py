@@ -350,7 +350,8 @@ class Baseline:
         return tensor not in self._partial
 
     def close(self) -> None:
-        """Unpin its memory; it can still be read."""
+        """Unpin host memory, which can still be read, and give up that of devices."""
+        self._buffers = [None if isinstance(buffer, DeviceBuffer) else buffer for buffer in self._buffers]
         if self._slab is not None:
             self._slab.close()
 

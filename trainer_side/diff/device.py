@@ -138,12 +138,16 @@ class DeviceComparer:
         self._kernels = _kernels_for(queue.device) if kernels is None else kernels
         self._totals = _elements_by_width(table)
         self._most_pieces, self._most_blocks = table_sizes(table)
+        self._needed = dict.fromkeys(WIDTHS, 0)
+        self.release()
+
+    def release(self) -> None:
+        """Give up all memory, which the next comparison would make anew. The device must be idle."""
         self._tables: PieceTables | None = None
         self._uploaded_owners: dict[int, list[int]] = {}
         self._found: dict[int, Found] = {}
         self._ordered: dict[int, Ordered] = {}
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._needed = dict.fromkeys(WIDTHS, 0)
         self.drop()
 
     def drop(self) -> None:

@@ -167,9 +167,11 @@ class Detector:
                 torch.accelerator.synchronize(device)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and give up the memory of devices, which must be idle."""
         for worker in self._workers:
             worker.close()
+        for comparer in self._devices.values():
+            comparer.release()
 
 
 class _Comparer:
