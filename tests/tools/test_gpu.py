@@ -2,18 +2,21 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.servers import eventually
+
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {
     "allocations in the pause",
     "staging without device memory",
     "a baseline that cannot be pinned",
-    "servers, one GPU each and on two",
+    "engines, and servers on one GPU and on two",
 }
 SLEEP = "sleep in the middle of a scan"
 """Left out if the scan of a small module is over too soon."""
@@ -51,3 +54,14 @@ def test_without_a_gpu_it_says_what_it_needs() -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(r"test-gpu needs an NVIDIA GPU, .*: torch \S+ finds no GPU\n", done.stderr)
     assert page.read_text() == before
+
+
+def test_what_was_checked_is_on_the_page_if_the_program_is_ended(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    command = [sys.executable, "-m", "tests.tools.gpu", "--device", "cpu", "--write", str(page)]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as process:
+        eventually(page.exists, "a check")
+        process.send_signal(signal.SIGTERM)
+        # By an exit and not by the signal, so that servers are ended too.
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert "| engines, and servers on one GPU and on two | left out |" in page.read_text()

@@ -1,7 +1,8 @@
 """Prove the device path on this machine's GPU: ``python -m tests.tools.gpu``; ``make test-gpu`` does it all.
 
-First kernels, staging, proofs and comparisons on plain modules with Llama-8B's shapes, which takes torch and Triton
-only; then, where vLLM is installed, real servers. Prints each check and a table, and writes docs/gpu.md.
+First, where vLLM is installed, ``LLM`` objects and real servers; then kernels, staging, proofs and comparisons on
+plain modules with Llama-8B's shapes, which takes torch and Triton only. Prints each check and a table, and writes
+docs/gpu.md.
 
 Exit status: 0 all checks passed, 1 one failed, 2 this machine lacks what is needed.
 """
@@ -9,18 +10,23 @@ Exit status: 0 all checks passed, 1 one failed, 2 this machine lacks what is nee
 import argparse
 import datetime
 import gc
+import importlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
-from tests.tools.gpu.report import LeftOutError, Report, document
+from tests.tools.gpu.report import LeftOutError, Report
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "gpu.md"
+PARTS = ("engines", "servers", "modules")
 NEEDED = "test-gpu needs an NVIDIA GPU, a CUDA build of torch with Triton and, for its checks of servers, vLLM"
 
 
@@ -80,30 +86,34 @@ def servers_are_possible(device: str) -> str:
         raise LeftOutError("vLLM is not installed")
     if "cpu" in version:
         raise LeftOutError(f"vLLM {version} is built for CPUs")
+    # What they import may be missing: that fails this check, and ends no other.
+    importlib.import_module("tests.tools.gpu.engines")
+    importlib.import_module("tests.tools.gpu.served")
     return f"vLLM {version}"
 
 
-def run(device: str, layers: int, quick: bool, root: Path) -> Report:
-    """Make all checks that can be made here."""
+def run(report: Report, device: str, layers: int, quick: bool, root: Path, parts: Collection[str]) -> None:
+    """Make all checks of some ``PARTS`` that can be made here."""
     # Imported late: torch may be missing, and what ``served`` imports comes with vLLM.
     import torch
 
-    from tests.tools.gpu.modules import LLAMA_8B, QUICK, check_modules
-
-    report, quick = Report(), quick or device == "cpu"
-    chosen = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    check_modules(report, QUICK if quick else LLAMA_8B(layers), chosen, root, 3 if quick else 10)
-    if report.check("servers, one GPU each and on two", lambda: servers_are_possible(device)):
+    quick = quick or device == "cpu"
+    wanted = {"engines", "servers"} & set(parts)
+    if wanted and report.check("engines, and servers on one GPU and on two", lambda: servers_are_possible(device)):
+        from tests.tools.gpu.engines import check_engines
         from tests.tools.gpu.served import check_server
+
+        if "engines" in wanted:
+            check_engines(report, root / "engines")
+        for ranks in range(1, min(2, torch.cuda.device_count()) + 1) if "servers" in wanted else ():
+            check_server(report, root / f"tp{ranks}", ranks, quick)
+    if "modules" in parts:
+        from tests.tools.gpu.modules import LLAMA_8B, QUICK, check_modules
 
         gc.collect()
         torch.cuda.empty_cache()
-        for ranks in range(1, min(2, torch.cuda.device_count()) + 1):
-            check_server(report, root / f"tp{ranks}", ranks, 10 if quick else 100)
-        from tests.tools.gpu.engines import check_engines
-
-        check_engines(report, root / "engines")
-    return report
+        chosen = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        check_modules(report, QUICK if quick else LLAMA_8B(layers), chosen, root, 3 if quick else 10)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,6 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--quick", action="store_true", help="small shapes and fewer versions")
     add("--layers", type=int, default=8, help="of Llama-8B's 32: each takes 1.3 GB of the device (default: 8)")
     add("--write", type=Path, help="the page to write (default: docs/gpu.md, and none for --device cpu)")
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts (default: all)")
     add("--probe", action="store_true", help="only say whether this machine has what is needed")
     options = parser.parse_args(arguments)
     if reason := missing(options.device):
@@ -125,14 +136,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     # Whatever servers need is local.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    here = machine(options.device)
+    # Servers are in process groups of their own, and would keep the device after this program.
+    signal.signal(signal.SIGTERM, _end)
+    report = Report(machine(options.device), options.write or (PAGE if options.device == "cuda" else None))
     with tempfile.TemporaryDirectory(prefix="test-gpu-") as folder:
-        report = run(options.device, options.layers, options.quick, Path(folder))
+        run(report, options.device, options.layers, options.quick, Path(folder), options.only)
     print(report.table(), end="")
-    page = options.write or (PAGE if options.device == "cuda" else None)
-    if page is not None:
-        page.write_text(document(here, report))
     return int(report.failed)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

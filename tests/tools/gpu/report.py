@@ -1,10 +1,11 @@
-"""``Report`` makes one check after the other and keeps what came of each; ``document`` is the page about them."""
+"""``Report`` makes one check after the other, keeps what came of each, and writes the page about them."""
 
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 INTRODUCTION = """\
 # On a GPU
@@ -18,7 +19,7 @@ into `.venv-gpu`. Plan an hour; `make test-gpu GPU_FLAGS=--quick` uses small sha
 Llama-8B's shapes, 8 layers of 32. Their checks need torch and Triton only, and without vLLM those of real
 servers are left out: versions from AdamW steps beside a fresh server, with CUDA graphs and torch.compile, on one GPU
 and tensor parallel on two; pauses under load; sleep during staging; staging without device memory; `LLM` objects with
-experts, adapters, sleep at both levels, and fp8.
+experts, adapters, sleep at both levels, and fp8. `--only engines`, `servers` or `modules` makes a part of the checks.
 """
 FIGURES_LENGTH = 300
 
@@ -29,8 +30,14 @@ class LeftOutError(Exception):
 
 @dataclass
 class Report:
-    """What came of checks: (name, ``passed``, ``FAILED`` or ``left out``, figures), in order."""
+    """What came of checks: (name, ``passed``, ``FAILED`` or ``left out``, figures), in order.
 
+    Attributes:
+        machine: what they run on. page: written anew after each check, so that what ends the program loses none.
+    """
+
+    machine: Mapping[str, str] = field(default_factory=dict)
+    page: Path | None = None
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
@@ -53,6 +60,8 @@ class Report:
             traceback.print_exc()
             outcome, figures = "FAILED", f"{type(error).__name__}: {error}".splitlines()[0][:FIGURES_LENGTH]
         self.rows.append((name, outcome, figures))
+        if self.page is not None:
+            self.page.write_text(self.document())
         self._print(f"{name}: {outcome}. {figures}")
         return outcome == "passed"
 
@@ -61,11 +70,10 @@ class Report:
         cells = [("check", "outcome", "figures"), ("---",) * 3, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells) + "\n"
 
+    def document(self) -> str:
+        """The page docs/gpu.md."""
+        lines = [f"| {name} | {value} |" for name, value in self.machine.items()]
+        return "\n".join([INTRODUCTION, "| | |", "|---|---|", *lines, "", self.table()])
+
     def _print(self, line: str) -> None:
         print(f"[{time.monotonic() - self.began:7.1f} s] {line}", file=sys.stderr, flush=True)
-
-
-def document(machine: Mapping[str, str], report: Report) -> str:
-    """The page docs/gpu.md."""
-    lines = [f"| {name} | {value} |" for name, value in machine.items()]
-    return "\n".join([INTRODUCTION, "| | |", "|---|---|", *lines, "", report.table()])
