@@ -157,7 +157,8 @@ test-gpu: ## prove the device path on a machine with a GPU, with the torch and v
 	@"$(GPU_PYTHON)" -c 'import sys; print("import site;", \
 		*(f"site.addsitedir({path!r});" for path in sys.path if path.endswith("-packages")))' \
 		> "$$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
-	$(GPU_BIN)/python -m pip --disable-pip-version-check --no-input install -qq msgspec prometheus_client --editable .
+	$(GPU_BIN)/python -m pip --disable-pip-version-check --no-input install -qq --editable . \
+		msgspec prometheus_client httpx transformers peft compressed-tensors
 	$(GPU_BIN)/python -m tests.tools.gpu $(GPU_FLAGS)
 
 test-images: $(STAMP) ## build the images of docker/ and let a trainer and a server meet in them; as root, needs buildah

@@ -101,7 +101,7 @@ def digests(model: Any) -> dict[str, str]:
     import torch
 
     return {
-        name: hashlib.sha256(weight.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(weight.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()
         for name, weight in model.named_parameters()
     }
 

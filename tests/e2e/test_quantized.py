@@ -1,12 +1,11 @@
 """A quantized base, real vLLM on its kernels for int8 and MXFP4: served is a fresh load of the weights, quantized."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.quantized import ROLLED_BACK_TO, STACKED, VERSIONS
+from tests.e2e.quantized import STACKED, VERSIONS, expect_quantized
 from tests.e2e.stock import said_by_stock
 from tests.e2e.warm import see
 
@@ -26,16 +25,7 @@ def test_version_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family:
     if scheme == STACKED and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's kernel for these experts needs a processor with AMX")
     result = see("tests.e2e.quantized", tmp_path, family, scheme)
-    seen = result["seen"]
-    assert [step["served"] for step in seen] == list(range(1, VERSIONS + 1))
-    assert {step["kind"] for step in seen} == {"delta"}
-    for step in seen:
-        assert (step["equal"], step["library"], step["verdict"]) == (True, True, True)
-    assert len({json.dumps(step["digests"]) for step in seen}) == VERSIONS
-    assert seen[-1]["outputs"] == result["fresh"]
-    then = seen[ROLLED_BACK_TO - 1]
-    assert result["rolled_back"] == {key: then[key] for key in ("served", "digests", "outputs")}
-    assert result["rolled_back"]["outputs"] != seen[-1]["outputs"]
+    expect_quantized(result)
     if scheme == STACKED:
         # The kernel has experts in a layout of its own.
         assert {name.split(".")[-2] for name in result["derived"]} == {"experts"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.features import VERSIONS, expect_followed
+from tests.e2e.quantized import expect_quantized
 from tests.tools.gpu.report import Report
 
 SECONDS = 600
@@ -32,7 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sleep at level 1": {"sizes": SIZES, "sleep": 1, "enable_sleep_mode": True},
     "sleep at level 2": {"sizes": SIZES, "sleep": 2, "enable_sleep_mode": True},
     "an adapter beside the weights": {"sizes": SIZES, **LORA},
-    "weights that vLLM quantizes to fp8": {"sizes": SIZES, "quantization": "fp8"},
 }
 
 
@@ -42,7 +42,8 @@ def seen_by(module: str, root: Path, *arguments: str) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_STATE_DIR": str(root / "state")}
     command = [sys.executable, "-m", module, str(root), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # The page has the first line of an error, and that of vLLM's errors is the last.
+    assert done.returncode == 0, "\n".join([*done.stderr.splitlines()[-1:], done.stdout[-2000:], done.stderr[-4000:]])
     seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
     return seen
 
@@ -59,9 +60,18 @@ def follow_adapters(root: Path) -> str:
     return f"{len(seen['served'])} versions of two adapters, tokens and log-probs equal"
 
 
+def follow_quantized(root: Path) -> str:
+    seen = seen_by("tests.e2e.quantized", root, "llama", "fp8 channel", json.dumps({"sizes": SIZES, **MEMORY}))
+    expect_quantized(seen)
+    return (
+        f"{len(seen['seen'])} versions, weights, tokens and log-probs equal; reloaded: {len(seen['derived'])} tensors"
+    )
+
+
 def check_engines(report: Report, root: Path) -> None:
     """Make all checks of this module."""
     root.mkdir()
     for number, (name, options) in enumerate(CASES.items()):
         report.check(f"LLM, {name}", partial(follow, root / str(number), options))
     report.check("LLM, adapters of two runs", partial(follow_adapters, root / "adapters"))
+    report.check("LLM, weights in fp8", partial(follow_quantized, root / "quantized"))
