@@ -90,6 +90,20 @@ def test_memory_that_was_written_is_not_that_of_the_former_name() -> None:
     assert record.changed == {"": {("", "weight")}}
 
 
+def test_memory_that_is_copied_to_itself_is_as_before_and_still_what_others_are_made_of() -> None:
+    """As vLLM's experts: padded in place where that is of use, and then in the layout of their kernel."""
+
+    def copied(model: Any, paths: Iterable[str] | None) -> None:
+        model.weight.data.copy_(model.weight.data)
+
+    def swapped(model: Any, paths: Iterable[str] | None) -> None:
+        copied(model, paths)
+        model.weight = nn.Parameter(model.weight.data.view(torch.uint8).flip(0).view(model.weight.dtype), False)
+
+    assert record_load(BlockQuantized(), copied).changed == {}
+    assert record_load(BlockQuantized(), swapped).changed == {"": {("", "weight")}}
+
+
 def test_what_a_step_decides_by_has_data_when_it_is_repeated() -> None:
     def deciding(model: Any, paths: Iterable[str] | None) -> None:
         assert not bool(model.weight.float().isnan().any())

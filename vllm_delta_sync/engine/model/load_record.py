@@ -115,13 +115,16 @@ class _ProvenanceMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and _is_same_view(args[0], args[1]):
+            return func(*args, **kwargs)  # as vLLM does to experts that it does not pad
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs]) if is_plain(tensor)}
+        read = {tensor.untyped_storage()._cdata for tensor in tensors_in([args[1:], kwargs]) if is_plain(tensor)}
         targets = [tensor for tensor in written_by(func, args, kwargs) if is_plain(tensor)]
         written_storages = {tensor.untyped_storage()._cdata for tensor in targets}
         whole = {tensor.untyped_storage()._cdata for tensor in targets if _is_whole(tensor)}
         found = func(*args, **kwargs)
         # An operation that overwrites its target does not use the target's old content.
-        sources = given - written_storages if func in OVERWRITES else given
+        sources = read if func in OVERWRITES else given
         derived_from = NO_STORAGES.union(*(self.derived_from.get(storage, NO_STORAGES) for storage in sources))
         if func is torch.ops.aten._local_scalar_dense.default:
             self.read_as_number |= derived_from
@@ -154,6 +157,17 @@ def is_under(path: str, modules: Iterable[str]) -> bool:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _is_same_view(one: torch.Tensor, other: Any) -> bool:
+    """Return whether a number or a tensor is a tensor with the same elements in the same order."""
+    if not (isinstance(other, torch.Tensor) and is_plain(one) and is_plain(other)):
+        return False
+    first, second = (
+        (each.untyped_storage()._cdata, each.storage_offset(), each.dtype, each.shape, each.stride())
+        for each in (one, other)
+    )
+    return first == second
 
 
 @dataclass(frozen=True)
