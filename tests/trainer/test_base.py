@@ -160,7 +160,7 @@ def publish_as(source: str, model: PreTrainedModel, url: str, base: Path, folder
 
 @pytest.mark.parametrize("source", ["embedding", "head", "parts", "handed", "folder"])
 def test_a_tied_head_of_the_base_follows_a_trainer_that_has_it_once(source: str, url: str, tmp_path: Path) -> None:
-    """A server loads both tensors where a checkpoint has both, as that of Qwen3-0.6B does."""
+    """A server loads both tensors where a checkpoint has both."""
     model, base = qwen3(tied=True), tmp_path / "base"
     tensors = saved(model, base)
     assert HEAD not in tensors
