@@ -10,8 +10,8 @@ Every object was read back and gave the new weights bit for bit. Sizes are of wh
 included (on *policy* they are 0.1 B and more of each changed element, because it is small); for the formats of others,
 which we wrote from their descriptions, without headers. Speeds are on one thread but for ``tiled, 2 threads``, since
 ``tiled`` codes large tensors on up to four; of others' formats, those of plain numpy, not of their code. Encoding
-includes the comparison and, as in a publisher, starts from a baseline that already has the changes (figures recorded
-before 2026-11-30 had the old bits at hand); decoding ends with positions and distances, or with tensors.
+includes the comparison and, as in a publisher, starts from a baseline that already has the changes; decoding ends with
+positions and distances, or with tensors.
 
 - *bound*: the entropy of positions and of distances in units in the last place, each from one distribution for the
   whole model. ``tiled`` can be below it, because it knows the old weights; ``plain`` cannot know anything more.
