@@ -130,6 +130,26 @@ def padded(rows: Sequence[Sequence[Any]]) -> Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
+@contextmanager
+def as_served(model: Any) -> Iterator[None]:
+    """The weights as they are served, rounded to bfloat16, while the block computes the loss and its gradients.
+
+    Float32 weights are another policy than the one that answers: they move at each step, and most of their roundings
+    stay. The loss then clips what has not reached the server yet, and the reward does not rise.
+    """
+    weights = list(model.parameters())
+    masters = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(weight.bfloat16())
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+
+
 def answer_logprobs(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Tensor:
     """Log-prob of each token of the answers under the weights being trained, (n, longest) float32; 0 in the padding."""
     tokens = padded([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
@@ -188,8 +208,9 @@ def train(model: Any, tokenizer: Any, publisher: Publisher, server: httpx.Client
             advantages = ((groups - groups.mean(dim=1, keepdim=True)) / spread).view(-1, 1)
             known = padded([[version is not None for version in answer["versions"]] for answer in answers])
             sampled = padded([answer["logprobs"] for answer in answers])
-            logprobs = answer_logprobs(model, prompts, [answer["token_ids"] for answer in answers])
-            policy_loss(logprobs, sampled, known, advantages).backward()
+            with as_served(model):
+                logprobs = answer_logprobs(model, prompts, [answer["token_ids"] for answer in answers])
+                policy_loss(logprobs, sampled, known, advantages).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()

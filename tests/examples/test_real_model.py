@@ -1,6 +1,7 @@
 """The example of a real model, ``real_model.py`` and ``prove_served.py``: task, loss, proof; slow: a run of a toy."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,25 @@ def test_a_wrong_url_is_refused_before_anything_is_removed(
         real_model.main([str(tmp_path), "--out", str(tmp_path), "--bucket", "ftp://x"])
     assert (ended.value.code, (tmp_path / "config.json").exists()) == (2, True)
     assert "'ftp://x' has the unknown scheme 'ftp'" in capsys.readouterr().err
+
+
+def test_the_loss_is_that_of_the_weights_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(rl_loop.__file__).parent))
+    from examples import real_model
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1, bias=False)
+    master = model.weight.detach().clone()
+    for fails in (False, True):
+        model.zero_grad()
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext(), real_model.as_served(model):
+            assert torch.equal(model.weight, master.bfloat16().float())
+            model(torch.ones(1, 8)).square().sum().backward()
+            assert 1 / (not fails)
+        assert torch.equal(model.weight, master)
+        assert model.weight.grad is not None
+        torch.testing.assert_close(model.weight.grad, (2 * master.bfloat16().float().sum()).expand(1, 8))
+    assert not torch.equal(master, master.bfloat16().float())
 
 
 @pytest.mark.slow
