@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.encode.budget_selection import BudgetSelection
+from trainer_side.encode.budget_selection import NO_BOUND, BudgetSelection
 from trainer_side.encode.encoder import EncodedObject, Encoder
 from trainer_side.encode.update_gate import UpdateGate
 from trainer_side.maintenance import BackgroundMaintenance, RebaseTag
@@ -130,9 +130,9 @@ class Committer:
             group.size,
             None if maintenance is None else maintenance.recent,
         )
-        part = self.baseline, weights.table, weights.places, group
-        self._gate = None if options.gate is None else UpdateGate(options.gate, *part)
-        self._budget = None if options.budget is None else BudgetSelection(options.budget, *part)
+        self._part = self.baseline, weights.table, weights.places, group
+        self._gate = None if options.gate is None else UpdateGate(options.gate, *self._part)
+        self._budget = None if options.budget is None else BudgetSelection(options.budget, *self._part)
         self._rebase_tag = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
@@ -433,6 +433,8 @@ class Committer:
             self._gate.mark_durable(manifest.version)
         if self._budget is not None:
             self._budget.mark_durable(manifest)
+        if self._options.budget is None and manifest.held_back is None:
+            self._budget = None
         if manifest.held_back is not None:
             logger.info(
                 "version %d is not the trainer's exact state: %s", manifest.version, manifest.held_back.summary()
@@ -566,6 +568,9 @@ class Committer:
     def _start_from(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
         if self._gate is not None:
             self._gate.start(manifest.version, manifest.quarantine is not None, reference)
+        if self._options.budget is None:
+            # After a version of a publisher with a budget: the next ones are exact once all its tensors were compared.
+            self._budget = None if manifest.held_back is None else BudgetSelection(NO_BOUND, *self._part)
         if self._budget is not None:
             self._budget.start(manifest)
 

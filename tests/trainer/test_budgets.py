@@ -179,7 +179,10 @@ def test_close_adds_no_version_without_need(bucket: Hooked) -> None:
     assert [manifest.held_back is None for manifest in open_run(bucket.url).log()] == [True, False]
 
 
-def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("later", [Budget(max_share=0.1), None])
+def test_streamed_weights_that_lack_a_tensor(
+    later: Budget | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What was held back of a tensor that a call lacks is not exact, and counts."""
     url, live = str(tmp_path / "run"), {"a": torch.ones(20), "b": torch.ones(20)}
     base = write_checkpoint(tmp_path / "base", live)
@@ -194,8 +197,8 @@ def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         publisher.close()
     assert "version 2, the last one, is not exact: 16 changed elements are held back" in caplog.text
-    # The next publisher does not know which tensor it is, until it has seen both.
-    publisher = gathered_publisher(url, base, budget=Budget(max_share=0.1), merge=False)
+    # The next publisher, with a budget or without, does not know which tensor it is until it has seen both.
+    publisher = gathered_publisher(url, base, budget=later, merge=False)
     assert publisher is not None
     only_b = publisher.publish(3, weights=[("b", live["b"])], exact=True).held_back
     assert only_b is not None

@@ -35,6 +35,9 @@ first version is small rather than encoded twice."""
 TARGET_SHARE = 0.95
 """Share of ``max_bytes`` that is aimed at: bytes per element vary a little between versions."""
 
+NO_BOUND = Budget(max_share=1.0, exact_every=1)
+"""Holds nothing back: to learn when all is sent that an earlier publisher's budget held back."""
+
 DIGIT_BITS = 12
 """Bits of a place that are found at once: each rank sends a number for each value that they can have."""
 
