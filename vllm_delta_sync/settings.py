@@ -202,8 +202,9 @@ class Settings(StoreOptions):
                 check_url(url)
             except UsageError as error:
                 raise SettingsError(f"lora_adapters: adapter {name!r}: {error.message}") from error
+            # A mirror holds the objects of one run.
             found[name] = self.model_copy(
-                update={"bucket": url, "lora_name": name, "lora_adapters": None, "target": HEAD}
+                update={"bucket": url, "mirror": None, "lora_name": name, "lora_adapters": None, "target": HEAD}
             )
         return found
 

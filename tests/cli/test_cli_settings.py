@@ -231,6 +231,23 @@ def test_a_setting_that_does_not_fit_is_named(tmp_path: Path) -> None:
             load_settings(environment={"DELTA_SYNC_CONFIG": str(file)})
 
 
+def test_adapters_have_the_settings_of_the_server_but_those_of_its_run() -> None:
+    given = {
+        "bucket": "/x",
+        "mirror": "/y",
+        "target": "tag:best",
+        "poll_seconds": 3,
+        "lora_adapters": "a=/runs/a, b=/b",
+    }
+    found = load_settings(given, {}).adapters()
+    assert list(found) == ["a", "b"]
+    own = found["a"]
+    assert (own.bucket, own.mirror, own.target, own.lora_name, own.poll_seconds) == ("/runs/a", None, "head", "a", 3)
+    for words, wrong in (("is not NAME=URL", "/runs/a"), ("named twice", "a=/a,a=/b"), ("adapter 'a': ", "a=ftp://a")):
+        with pytest.raises(SettingsError, match=words):
+            load_settings({"bucket": "/x", "lora_adapters": wrong}, {}).adapters()
+
+
 def test_admin_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     settings = load_settings({"bucket": "/x", "admin_token_file": str(file)}, {})

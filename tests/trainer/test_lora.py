@@ -23,9 +23,10 @@ from trainer_side import Publisher
 from trainer_side.integrations.peft import adapter_publisher
 from trainer_side.model.module import Selection
 from trainer_side.model.sources import live_tensors
-from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync import follow, open_run
+from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.export import export
 
 EXPERTS: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
@@ -187,6 +188,33 @@ def test_a_branch_goes_on_with_deltas_between_related_adapters(url: str) -> None
         randomize(model, 2)
         assert publisher.publish(step=2, wait=True).kind == "delta"
     assert_holds(open_run(f"{url}-branch"), 1, get_peft_model_state_dict(model))
+
+
+def test_an_adapter_is_exported_and_followed_as_the_folder_that_peft_loads(url: str, tmp_path: Path) -> None:
+    """``export`` and ``follow`` write the folder of an adapter, also once more and for the next version."""
+    model = adapted(qwen3())
+    base = copy.deepcopy(model).unload()
+    followed, exported = tmp_path / "followed", tmp_path / "exported"
+
+    def check(folder: Path) -> None:
+        loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(folder))
+        assert_same(get_peft_model_state_dict(loaded), get_peft_model_state_dict(model))
+
+    with adapter_publisher(model, url) as publisher, open_run(url) as run:
+        for step in (1, 2):
+            randomize(model, step)
+            publisher.publish(step=step)
+            publisher.flush()
+            report = export(run, exported, shard_bytes=1)
+            assert report.files == ["adapter_config.json", "adapter_model.safetensors", "delta_sync_export.json"]
+            assert (report.version, report.missing, report.present) == (step, [], False)
+            assert export(run, exported).present
+            check(exported)
+            (version,) = follow(url, followed, once=True, shard_bytes=1)
+            assert version.version == step
+            check(followed / "current")
+    with pytest.raises(UsageError, match="is the run of an adapter"):
+        list(follow(url, tmp_path / "slime", once=True, format="slime"))
 
 
 def test_another_scaling_is_refused_before_the_run_is_taken_from_its_publisher(url: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, FormatError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.safetensors_file import Entry, header_bytes, layout, shard_tables
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec, TensorTable
 from vllm_delta_sync.run.model_files import fetch_run_file, write_file
@@ -18,6 +19,8 @@ from vllm_delta_sync.run.restore import open_branch_source
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
     DRAFT_FOLDER,
     INDEX_NAME,
     SINGLE_NAME,
@@ -39,6 +42,7 @@ class WeightFiles:
 
     Args:
         shard_bytes: bytes of tensors in one file; a larger tensor gets its own file.
+        adapter: the tensors are those of a LoRA adapter, which PEFT keeps in one file of another name.
 
     Attributes:
         shards: paths of the safetensors files below the folder → what is in them. names: those paths, and the index, if
@@ -49,13 +53,15 @@ class WeightFiles:
         LimitError: ``shard_bytes`` is so small that there would be too many files.
     """
 
-    def __init__(self, table: TensorTable, shard_bytes: int) -> None:
+    def __init__(self, table: TensorTable, shard_bytes: int, adapter: bool = False) -> None:
         served = TensorTable(spec for spec in table if not spec.name.startswith(DRAFT_PREFIX))
         draft = TensorTable(spec for spec in table if spec.name.startswith(DRAFT_PREFIX))
-        tables = shard_tables(served, shard_bytes) or [served]
+        tables = [served] if adapter else shard_tables(served, shard_bytes) or [served]
         count = len(tables)
         names = [f"model-{number:05d}-of-{count:05d}{WEIGHTS_SUFFIX}" for number in range(1, count + 1)]
-        self.shards = dict(zip([SINGLE_NAME] if count == 1 else names, tables, strict=True))
+        self.shards = dict(
+            zip([ADAPTER_NAME if adapter else SINGLE_NAME] if count == 1 else names, tables, strict=True)
+        )
         if len(draft):
             self.shards[DRAFT_FILE] = draft
         self.names = [*self.shards, *([INDEX_NAME] if count > 1 else [])]
@@ -112,6 +118,14 @@ class WeightFiles:
             tensors[self._table.index(spec.name)] = memory[start : start + spec.nbytes].view(spec.element.uint)
         return tensors
 
+    def fingerprints(self, folder: Path) -> list[Fingerprint]:
+        """Return the fingerprint of each tensor, by reading all files; raises as ``open``."""
+        found: dict[int, Fingerprint] = {}
+        for name in self.shards:
+            for tensor, bits in self.open(folder, name).items():
+                found[tensor] = fingerprint_tensor(self._table[tensor].name, bits)
+        return [found[tensor] for tensor in range(len(self._table))]
+
     def finish(self, folder: Path) -> None:
         """Sync the files to disk, and write the index if there are several. Raises StoreError."""
         try:
@@ -139,6 +153,11 @@ class WeightFiles:
         return len(self._header(name)) + self.shards[name].full_bytes
 
 
+def is_adapter(run: RunReader) -> bool:
+    """Return whether a run is that of a LoRA adapter."""
+    return any(item.name == ADAPTER_CONFIG_NAME for item in run.info.files)
+
+
 def files_in(folder: Path) -> list[str]:
     """Return the paths of all files below a folder, relative to it, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -154,20 +173,25 @@ def model_files_of_run(
 ) -> dict[str, bytes]:
     """Return name → content of the model's small files: those that the run keeps, and missing ones from its base.
 
+    Of an adapter they are its configuration alone: its base is another model.
+
     Args:
         base: checkpoint of version 0, if it is not at the recorded place.
         looked_in: gets where files were searched, and why something there could not be read. That is no error, because
             weights without a configuration are useful too. notes: gets what is wrong with files of the run.
     """
     found: dict[str, bytes] = {}
-    kept = [item for item in run.info.files if is_model_file(item.name)]
+    adapter = is_adapter(run)
+    kept = [
+        item for item in run.info.files if is_model_file(item.name) or (adapter and item.name == ADAPTER_CONFIG_NAME)
+    ]
     looked_in.append(f"run {run.info.run}, which keeps {', '.join(item.name for item in kept) or 'no files'}")
     for item in kept:
         try:
             found[item.name] = fetch_run_file(run, item)
         except (NotFoundError, DigestError, LimitError) as error:
             notes.append(f"{item.name} of the run cannot be used: {error.message}")
-    return _of_base(run, base, looked_in, notes) | found if missing_files(found) else found
+    return found if adapter or not missing_files(found) else _of_base(run, base, looked_in, notes) | found
 
 
 def _of_base(run: RunReader, base: str | Path | None, looked_in: list[str], notes: list[str]) -> dict[str, bytes]:

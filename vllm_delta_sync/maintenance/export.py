@@ -29,7 +29,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.checkpoint_files import (
     DRAFT_FILE,
@@ -37,6 +37,7 @@ from vllm_delta_sync.maintenance.checkpoint_files import (
     WEIGHTS_SUFFIX,
     WeightFiles,
     files_in,
+    is_adapter,
     model_files_of_run,
 )
 from vllm_delta_sync.redaction import guarded_logger
@@ -46,12 +47,12 @@ from vllm_delta_sync.run.restore import Progress, restore
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.tensors.checkpoint import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
     CONFIG_NAME,
     EXPORT_NAME,
     INDEX_NAME,
     SINGLE_NAME,
-    Checkpoint,
-    is_model_file,
     missing_files,
 )
 
@@ -155,7 +156,7 @@ def export(
     manifest, notes = choose_version(run, version)
     target = Path(folder)
     _refuse_base(run, target, base)
-    weights = WeightFiles(run.table, shard_bytes)
+    weights = WeightFiles(run.table, shard_bytes, adapter=is_adapter(run))
     with _work_folder(target, weights.names) as work:
         made = work / MADE_NAME
         if made.exists():
@@ -169,7 +170,7 @@ def export(
         if written is not None and _holds(target, written, run, manifest, weights):
             logger.info("%s already holds the weights of version %d", target, manifest.version)
             report.present = True
-            kept = {name for name in written.files if is_model_file(name) and (target / name).is_file()}
+            kept = {name for name in written.files if name not in weights.names and (target / name).is_file()}
         else:
             # The same run, read through a cache that outlives this process.
             source = RunReader(run.bucket, run.keyring, ObjectCache(work / OBJECTS_NAME, _UNLIMITED))
@@ -181,7 +182,10 @@ def export(
             notes.append(f"{name} in the folder was not written by an export, and stays as it is")
             del small[name]
         report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
-        report.missing = missing_files({*report.files, *others})
+        if not is_adapter(run):
+            report.missing = missing_files({*report.files, *others})
+        elif ADAPTER_CONFIG_NAME not in report.files and ADAPTER_CONFIG_NAME not in others:
+            report.missing = [ADAPTER_CONFIG_NAME]
         for name, data in {**small, EXPORT_NAME: ExportRecord.of(manifest, report.files).to_bytes()}.items():
             there = target / name
             if not (report.present and there.is_file() and there.read_bytes() == data):
@@ -359,10 +363,7 @@ def _holds(target: Path, written: ExportRecord, run: Run, manifest: Manifest, we
     if written.manifest != manifest.digest or names != set(weights.names):
         return False
     try:
-        checkpoint = Checkpoint(target)
-        prints = (fingerprint_tensor(spec.name, checkpoint.bits(spec.name)) for spec in run.table)
-        complete = {spec.name: spec for spec in run.table} == checkpoint.specs
-        return complete and sum(prints, Fingerprint()) == manifest.model_fingerprint
+        return sum(weights.fingerprints(target), Fingerprint()) == manifest.model_fingerprint
     except DeltaSyncError:
         return False
 
@@ -380,7 +381,7 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
         return
     # From now on the old and the new files count as the export's, even if it is stopped.
     write_file(work / EXPORT_NAME, ExportRecord(sorted({*before, *names})).to_bytes())
-    identifying = (SINGLE_NAME, INDEX_NAME, CONFIG_NAME, EXPORT_NAME)
+    identifying = (ADAPTER_NAME, SINGLE_NAME, INDEX_NAME, ADAPTER_CONFIG_NAME, CONFIG_NAME, EXPORT_NAME)
     if any(name.endswith(WEIGHTS_SUFFIX) for name in moved):
         deleted |= moved.intersection(identifying)
     for name in sorted(deleted, key=lambda name: (name not in identifying, name)):

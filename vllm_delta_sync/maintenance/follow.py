@@ -21,10 +21,10 @@ from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.client import Run, Version, open_run
 from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import DataError, DeltaSyncError, StoreError, UsageError
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles
+from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, is_adapter
 from vllm_delta_sync.maintenance.export import ExportRecord, read_record
 from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
 from vllm_delta_sync.maintenance.slime_folder import SlimeFolder
@@ -36,7 +36,7 @@ from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import is_model_file
+from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME, is_model_file
 from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.trust import Keyring
 
@@ -126,6 +126,8 @@ def follow(
                 try:
                     if run is None:
                         run = stack.enter_context(open_run(url, keyring, store, place.objects))
+                    if format != "checkpoint" and is_adapter(run):
+                        raise UsageError(f"format is {format!r}, and {url!r} is the run of an adapter; use checkpoint")
                     update = place.update(run, version)
                     if update is not None:
                         yield update
@@ -204,7 +206,7 @@ class _Folder(FollowedFolder):
             ):
                 return folder, 0, []
         new = self._fresh()
-        files = WeightFiles(run.table, self._shard_bytes)
+        files = WeightFiles(run.table, self._shard_bytes, is_adapter(run))
         advanced = None if current is None else self._advance(run, *current, target, files, new)
         if advanced is not None:
             fingerprints, read_bytes, linked = advanced
@@ -264,18 +266,14 @@ class _Folder(FollowedFolder):
         if self._measured is not None and (self._measured.folder, self._measured.states) == (folder, states):
             return self._measured.fingerprints
         try:
-            files = WeightFiles(run.table, self._shard_bytes)
-            found: dict[int, Fingerprint] = {}
-            for name in files.shards:
-                for tensor, bits in files.open(folder, name).items():
-                    found[tensor] = fingerprint_tensor(run.table[tensor].name, bits)
+            found = WeightFiles(run.table, self._shard_bytes, is_adapter(run)).fingerprints(folder)
         except DeltaSyncError as error:
             logger.warning("%s is not used: %s", folder, error.message)
             return None
-        if sum(found.values(), Fingerprint()).hex() != record.fingerprint:
+        if sum(found, Fingerprint()).hex() != record.fingerprint:
             logger.warning("%s is not used: its weights are not those of version %s", folder, record.version)
             return None
-        self._measured = _MeasuredFolder(folder, states, [found[tensor] for tensor in range(len(run.table))])
+        self._measured = _MeasuredFolder(folder, states, found)
         return self._measured.fingerprints
 
     def _folders(self) -> list[Path]:
@@ -351,7 +349,7 @@ class _NextWeights:
             names: of all files of the current version.
         """
         unchanged = [name for name in self._files.shards if name not in self._copied]
-        small = [name for name in names if is_model_file(name)]
+        small = [name for name in names if is_model_file(name) or name == ADAPTER_CONFIG_NAME]
         for name in [*unchanged, *small]:
             (self._new / name).parent.mkdir(exist_ok=True)
             try:

@@ -27,6 +27,8 @@ DRAFT_FOLDER = "draft"
 before their names, as in a run. vLLM and transformers do not look into subfolders."""
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """Configuration of a LoRA adapter, as PEFT writes it; the run of an adapter keeps it."""
+ADAPTER_NAME = "adapter_model.safetensors"
+"""The weights of an adapter, as PEFT writes them beside its configuration."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 
 # No '..' in a revision: it becomes a path below the Hub's cache, and may come from an untrusted manifest.

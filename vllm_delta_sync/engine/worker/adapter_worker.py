@@ -29,10 +29,9 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.safetensors_file import read_anchor, write_container
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import hold_folder, remove_abandoned
-from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
+from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
-WEIGHTS_NAME = "adapter_model.safetensors"
 RELOAD = "add_lora"
 """Names, in messages, a load of the adapter that this package did not make: vLLM's name of the call."""
 BLANK = 0xFF
@@ -167,7 +166,7 @@ class AdapterWorker(RankWorker):
         try:
             if (folder / ADAPTER_CONFIG_NAME).read_bytes() != self._loaded:
                 return f"{ADAPTER_CONFIG_NAME} was changed"
-            container = read_anchor((folder / WEIGHTS_NAME).read_bytes(), table, WEIGHTS_NAME)
+            container = read_anchor((folder / ADAPTER_NAME).read_bytes(), table, ADAPTER_NAME)
             for spec, tensor in zip(table, self._weights.tensors(), strict=True):
                 if not np.array_equal(container.bits(spec.name), bits_of(tensor).reshape(-1)):
                     return f"tensor {spec.name!r} is not the one that was written"
@@ -230,7 +229,7 @@ class AdapterWorker(RankWorker):
             self._keep(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
             _write(folder / ADAPTER_CONFIG_NAME, config)
-            _write(folder / WEIGHTS_NAME, write_container(arrays, {"format": "pt"}))
+            _write(folder / ADAPTER_NAME, write_container(arrays, {"format": "pt"}))
         except OSError as error:
             raise EngineError(f"the files of adapter {self.adapter.name!r} cannot be written: {error}") from error
         loaded_adapters.SlotChanges.watch(lora.manager_of(self._worker))
