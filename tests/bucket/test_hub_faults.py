@@ -96,20 +96,10 @@ REQUESTS: list[tuple[Call, str]] = [
     (delete, "/batch"),
 ]
 FAULTS: list[tuple[str, dict[str, Any]]] = [
-    ("status", {"code": 503}),
-    ("status", {"code": 429}),
-    ("cut", {}),
-    ("drop", {}),
-    ("lose", {}),
+    *(("status", {"code": 503}), ("status", {"code": 429})),
+    *(("cut", {}), ("drop", {}), ("lose", {})),
 ]
-
-
-HANGS: list[tuple[Call, str]] = [
-    *((put, path) for path in ("/v1/xorbs", "/batch")),
-    (get, "/cdn/file"),
-]
-PASSING = [(request, fault) for request in REQUESTS for fault in FAULTS]
-PASSING += [(request, ("stall", {"seconds": HANG_SECONDS})) for request in HANGS]
+STALL: tuple[str, dict[str, Any]] = ("stall", {"seconds": HANG_SECONDS})
 REFUSALS: list[tuple[int, type[StoreError], str]] = [
     (400, StoreError, "HF_ENDPOINT|check the store"),
     (401, AccessError, "HF_TOKEN"),
@@ -117,27 +107,12 @@ REFUSALS: list[tuple[int, type[StoreError], str]] = [
     (402, StoreError, "no room"),
     (507, StoreError, "no room"),
 ]
-REFUSED = [
-    (request, refusal)
-    for request in REQUESTS
-    for refusal in REFUSALS
-    # An address of the content store that it refuses was signed too long ago: another one is asked for.
-    if request[1] != "/cdn/file" and (request[0] in WRITES or refusal[0] not in (402, 507))
-]
-
-
-Case = tuple[tuple[Call, str], tuple[Any, ...]]
-
-
-def sample(cases: list[Case], tried: list[Case]) -> list[Any]:
-    """All of the cases; those that are not among ``tried`` are left to ``make test-full``."""
-    return [pytest.param(*case, marks=[] if case in tried else pytest.mark.slow) for case in cases]
-
-
 # Each request meets one fault and one refusal, and each of those several requests.
-SOME_PASSING = [(request, FAULTS[number % len(FAULTS)]) for number, request in enumerate(REQUESTS)] + PASSING[-2:]
-SOME_REFUSED = [
-    next(case for turn in range(5) if (case := (request, REFUSALS[(number + turn) % 5])) in REFUSED)
+PASSING = [(request, FAULTS[number % 5]) for number, request in enumerate(REQUESTS)]
+PASSING += [((put, "/batch"), STALL), ((get, "/cdn/file"), STALL)]
+# An address of the content store that it refuses was signed too long ago: another one is asked for.
+REFUSED = [
+    (request, REFUSALS[number % (5 if request[0] in WRITES else 3)])
     for number, request in enumerate(REQUESTS)
     if request[1] != "/cdn/file"
 ]
@@ -152,7 +127,7 @@ def named(parts: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize(("request_", "fault"), sample(PASSING, SOME_PASSING), ids=named)
+@pytest.mark.parametrize(("request_", "fault"), PASSING, ids=named)
 def test_what_passes_is_overcome(
     hub: Hub, bucket: Bucket, tmp_path: Path, request_: tuple[Call, str], fault: tuple[str, dict[str, Any]]
 ) -> None:
@@ -198,7 +173,7 @@ def test_what_stays_is_one_error_within_the_deadline(
     call(bucket, tmp_path)
 
 
-@pytest.mark.parametrize(("request_", "refusal"), sample(REFUSED, SOME_REFUSED), ids=named)
+@pytest.mark.parametrize(("request_", "refusal"), REFUSED, ids=named)
 def test_a_refusal_is_not_repeated(
     hub: Hub,
     bucket: Bucket,

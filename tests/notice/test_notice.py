@@ -1,6 +1,5 @@
 """Notices over real sockets: what was announced last reaches whoever is there, whatever happens in between."""
 
-import os
 import queue
 import signal
 import socket
@@ -16,7 +15,7 @@ import zmq
 
 from tests.notice.conftest import Ends
 from tests.support.answers import closed_port
-from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, Process, hear, hears_nothing, port_of, process, public
+from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, Process, hear, port_of, process, public
 from tests.support.proxy import TcpProxy
 from tests.support.running import eventually, run_python
 from vllm_delta_sync.errors import NoticeError
@@ -104,9 +103,9 @@ def test_the_last_is_repeated_about_every_second(ends: Ends) -> None:
     publisher.send(notice(7))
     hear(subscriber, 7)
     began = time.monotonic()
-    for _ in range(3):
+    for _ in range(2):
         assert subscriber.receive(PATIENCE) == notice(7)
-    assert time.monotonic() - began > 1.5
+    assert time.monotonic() - began > 1.0
 
 
 def test_any_thread_may_send(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
@@ -381,19 +380,6 @@ def expect_settled(listener: Process, last: str) -> None:
         listener.line(0.1)
 
 
-@pytest.mark.slow
-def test_a_publisher_that_stands_still_goes_on(ends: Ends) -> None:
-    with process("tests.support.notices", "announce", LOOPBACK, RUN) as announcer:
-        subscriber = ends.subscriber(announcer.line(), RUN)
-        announcer.write("1")
-        hear(subscriber, 1)
-        os.kill(announcer.running.pid, signal.SIGSTOP)
-        announcer.write("2")
-        hears_nothing(subscriber)
-        os.kill(announcer.running.pid, signal.SIGCONT)
-        hear(subscriber, 2)
-
-
 def test_a_publisher_that_was_killed_comes_back_on_the_same_port(ends: Ends) -> None:
     with process("tests.support.notices", "announce", LOOPBACK, RUN) as announcer:
         address = announcer.line()
@@ -407,21 +393,15 @@ def test_a_publisher_that_was_killed_comes_back_on_the_same_port(ends: Ends) -> 
             hear(subscriber, 2)
 
 
-@pytest.mark.parametrize("how", ["stalled", pytest.param("throttled", marks=pytest.mark.slow)])
-def test_a_slow_connection_ends_on_the_newest(
-    how: str, publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
+def test_a_stalled_connection_ends_on_the_newest(
+    publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
 ) -> None:
     proxy, subscriber = proxied
-    if how == "stalled":
-        proxy.stall()
-    else:
-        proxy.throttle(8000)
-    for version in range(2, 5000 if how == "stalled" else 200):
+    proxy.stall()
+    for version in range(2, 5000):
         publisher.send(notice(version))
-        time.sleep(0.0 if how == "stalled" else 0.002)
-    if how == "stalled":
-        assert subscriber.receive(3 * REPEAT_SECONDS) is None
-        proxy.resume()
+    assert subscriber.receive(3 * REPEAT_SECONDS) is None
+    proxy.resume()
     hear(subscriber, version)
     assert subscriber.receive(PATIENCE) == notice(version)
 

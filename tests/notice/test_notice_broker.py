@@ -157,9 +157,6 @@ def started(command: list[str]) -> "subprocess.Popen[str]":
     return running
 
 
-SIGNALS = [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-
-
 UNINTERRUPTED = """
 import signal, sys, threading
 from vllm_delta_sync.cli import main
@@ -172,8 +169,11 @@ sys.exit(main())
 the last step of Python and the poll."""
 
 
-@pytest.mark.parametrize("program", [["-m", "vllm_delta_sync.cli"], ["-c", UNINTERRUPTED]], ids=["usual", "no break"])
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.parametrize(
+    ("number", "code", "program"),
+    [(signal.SIGTERM, 0, ["-m", "vllm_delta_sync.cli"]), (signal.SIGINT, 130, ["-c", UNINTERRUPTED])],
+    ids=["usual", "no break"],
+)
 def test_signals_end_it_cleanly(number: signal.Signals, code: int, program: list[str]) -> None:
     running = started([sys.executable, *program, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK])
     running.send_signal(number)

@@ -126,14 +126,6 @@ def test_what_an_engine_has_mapped_stays(chain: Chain, out: Path) -> None:
     assert {name: data.tobytes() for name, data in maps.items()} == before
 
 
-def test_the_number_of_versions_kept(chain: Chain, out: Path) -> None:
-    for _ in range(5):
-        once(chain, out, keep=3)
-        chain.grow()
-    folders = [path.name for path in out.iterdir() if path.name.startswith("version-")]
-    assert sorted(int(name.split("-")[1]) for name in folders) == [2, 3, 4]
-
-
 def test_far_behind_it_reads_no_more_than_it_needs(chain: Chain, out: Path) -> None:
     """Versions that change more than the model has are read from an anchor."""
     once(chain, out)

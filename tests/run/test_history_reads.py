@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,11 @@ from unittest import mock
 import pytest
 
 from tests.support.chains import Chain
-from tests.support.commands import answer
 from tests.support.publishers import Hooked
 from tests.support.signed_runs import PUBLISHER, ROOT, Signed
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.cli.log import log_document
@@ -32,7 +29,6 @@ from vllm_delta_sync.errors import (
     LimitError,
     NotFoundError,
     SignatureError,
-    StoreError,
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -40,7 +36,7 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest,
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run import prefetch
-from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, RunReader, newest_good_before
+from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, RunReader
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.verify import verify_run
 
@@ -288,16 +284,6 @@ def test_a_long_signed_run_is_read_once(tmp_path: Path) -> None:
     assert without_probe(slow.reads, 30) == once(range(31))
 
 
-def test_a_full_cache_makes_room_without_going_through_all_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "KEPT_BYTES", 20_000)
-    cache, began = prefetch._ManifestCache(), time.process_time()
-    for version in range(40_000):
-        assert cache.get(version_key(version), lambda: b"x") == b"x"
-    assert time.process_time() - began < 5
-    assert cache.get(version_key(20_000), lambda: b"again") == b"x"
-    assert cache.get(version_key(19_999), lambda: b"again") == b"again"
-
-
 def test_nothing_is_kept_that_could_not_be_read(folder: Path) -> None:
     file = folder / version_key(7)
     data = file.read_bytes()
@@ -310,22 +296,6 @@ def test_nothing_is_kept_that_could_not_be_read(folder: Path) -> None:
         assert run.manifest(7).version == 7
         file.unlink()
         assert run.manifest(7).version == 7
-
-
-def test_the_commands_ask_for_no_more(long_run: Path) -> None:
-    asked: Counter[str] = Counter()
-    get = LocalBucket.get
-
-    def count(bucket: LocalBucket, key: str, *, max_bytes: int | None = None) -> bytes:
-        if key.startswith(VERSIONS_PREFIX):
-            asked[key] += 1
-        return get(bucket, key, max_bytes=max_bytes)
-
-    with mock.patch.object(LocalBucket, "get", count):
-        for command, first in (("log --last 5", VERSIONS - 5), ("log", 0), ("verify", 0)):
-            asked.clear()
-            answer(*command.split(), "--bucket", long_run)
-            assert without_probe(asked) == once(range(first, VERSIONS + 1))
 
 
 def test_a_version_that_a_key_may_not_sign_is_refused_as_before(tmp_path: Path) -> None:
@@ -488,30 +458,6 @@ def test_a_large_version_behind_large_junk(tmp_path: Path) -> None:
     (chain.folder / HEAD_KEY).write_bytes(b"{}")
     manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, FormatError)
-
-
-def test_newest_before_at_its_edges(chain: Chain) -> None:
-    reason = ChainError("why")
-
-    def read(version: int) -> Manifest:
-        return chain.manifests[version]
-
-    def fails(version: int) -> Manifest:
-        raise StoreError("gone")
-
-    def lacks(version: int) -> Manifest:
-        raise NotFoundError("between listing and reading")
-
-    assert newest_good_before({3: 50, 2: 100}, 100, read, 9, reason).version == 3
-    assert newest_good_before({3: 101, 2: 100}, 100, read, 9, reason).version == 2
-    for sizes, reader, before, error in (
-        ({}, read, 5, ChainError),
-        ({3: 50}, read, 3, ChainError),
-        ({3: 50}, fails, 9, StoreError),
-        ({3: 50}, lacks, 9, ChainError),
-    ):
-        with pytest.raises(error):
-            newest_good_before(sizes, 100, reader, before, reason)
 
 
 def test_writers_beside_the_history_keep_to_the_limit(chain: Chain, ring: Keyring) -> None:

@@ -19,7 +19,6 @@ from vllm_delta_sync.codec.tiles import classes, coder
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.read_plan import GapError, Step
 from vllm_delta_sync.run.restore import apply_step
@@ -152,12 +151,6 @@ def test_what_can_be_checked_without_weights_is(tmp_path: Path) -> None:
         [finding] = run.verify(findings=True).findings
         assert finding.key == keys.version_key(3)
         assert message in finding.error.message
-
-
-def test_a_branch_begins_at_such_a_version(mixed: Written, tmp_path: Path) -> None:
-    begun = branch(mixed.run, 4, str(tmp_path / "branch"))
-    assert_bits(begun.snapshot(0), mixed.writer.bits[4])
-    assert begun.verify().replayed
 
 
 def test_inspect_says_how_much_changed_without_weights(mixed: Written) -> None:

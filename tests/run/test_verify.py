@@ -31,7 +31,6 @@ from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import ObjectRef
-from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.graph import ROOT, VersionGraph, Ways
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.verify.simulate import simulate_fingerprints
@@ -106,13 +105,6 @@ def test_of_a_distant_store_the_objects_of_many_versions_are_read_at_once(whole:
     whole.bucket.url = FAR
     with mock.patch.object(whole.bucket, "get", get):
         assert verify_run(whole.run) == near
-
-
-def test_large_models_are_replayed_in_a_file(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_read, "IN_MEMORY_BYTES", 0)
-    with mock.patch.object(chain_read, "scratch_file", wraps=chain_read.scratch_file) as made:
-        assert verify_run(whole.run).replayed
-    assert made.called
 
 
 def test_the_first_bad_tensor_is_named(whole: Whole) -> None:

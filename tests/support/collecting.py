@@ -1,6 +1,8 @@
 """Runs for tests of retention: in a bucket in memory whose clock a test turns, grown at random."""
 
 from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +102,14 @@ class Grown(RunWriter):
     def run_(self) -> Run:
         return Run(self.memory)
 
+    def copy(self, folder: Path) -> "Grown":
+        """The run as it is now, to be gone on with in a bucket of its own."""
+        other = copy(self)
+        other.bucket = other.memory = self.memory.copy()
+        other.folder, other.random = folder, deepcopy(self.random)
+        other.manifests, other.bits, other.breaks = [*self.manifests], [*self.bits], [*self.breaks]
+        return other
+
     def seconds(self) -> float:
         """A machine's own clock, which counts the seconds that pass at the store."""
         return self.memory.clock - 1e6
@@ -135,14 +145,19 @@ def objects(bucket: MemoryBucket) -> set[str]:
     return {key for key in bucket.held if key.startswith(keys.OBJECTS_PREFIX)}
 
 
-def long_run(folder: Path, versions: int = 40, table: TensorTable = TABLE) -> Grown:
-    """Many versions with all their merged deltas, all of it old."""
-    grown = Grown(MemoryBucket(), folder, 7, table=table)
+@cache
+def _written_once(versions: int, large: bool) -> Grown:
+    grown = Grown(MemoryBucket(), Path(), 7, table=LARGE if large else TABLE)
     for _ in range(versions):
         grown.grow()
     grown.merge_all()
     grown.memory.clock += 10 * HOUR
     return grown
+
+
+def long_run(folder: Path, versions: int = 40, table: TensorTable = TABLE) -> Grown:
+    """Many versions with all their merged deltas, all of it old; tests need one for each moment of a collection."""
+    return _written_once(versions, table is LARGE).copy(folder)
 
 
 STEPS = st.one_of(

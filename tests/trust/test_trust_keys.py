@@ -459,14 +459,6 @@ def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None
     assert file.path.read_bytes() == data
 
 
-def test_mark_that_cannot_be_kept(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("a file")
-    with pytest.raises(StoreError, match="state_dir"):
-        LastSeenStore(tmp_path / "state", "x", TRUSTED).advance_to(mark(3))
-    with pytest.raises(SettingsError, match="set state_dir"):
-        LastSeenStore(tmp_path / "state", "x", TRUSTED).prepare()
-
-
 def test_mark_of_another_history_or_run_is_not_written_over(tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path, "x", TRUSTED)
     file.prepare()
