@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.bucket.test_cache import MANY, SECONDS, Source, names, script
-from tests.support.running import context_of_processes, eventually
+from tests.support.running import context_of_processes, eventually, working
 from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
@@ -27,7 +26,7 @@ from vllm_delta_sync.cache.folder import STALE_SECONDS
 from vllm_delta_sync.errors import DigestError, NotFoundError, UnavailableError
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
-SERVERS = context_of_processes(__name__)
+context_of_processes(__name__)
 PIECE = 300_000
 SIZE = 4 * PIECE + 1
 SMALL = 1 << 20
@@ -102,28 +101,16 @@ def test_two_servers_of_two_ranks_fetch_each_object_once(tmp_path: Path) -> None
     refs = [ref_of(data) for data in contents]
     for ref, data in zip(refs, contents, strict=True):
         LocalBucket(tmp_path / "store").put(ref.key, data)
-    pipes: list[Connection] = []
-    processes: list[BaseProcess] = []
-    try:
-        for rank in range(4):
-            ours, theirs = SERVERS.Pipe()
-            processes.append(SERVERS.Process(target=serve, args=(theirs, tmp_path, MANY, refs, rank % 2 == 1)))
-            processes[-1].start()
-            pipes.append(ours)
-            theirs.close()
-        for pipe in pipes:
-            assert pipe.poll(SECONDS)
-            assert pipe.recv() == "ready"
-        for pipe in pipes:
-            pipe.send("go")
-        for pipe in pipes:
-            for _ in refs:
-                assert pipe.poll(SECONDS)
-                assert pipe.recv() is True
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with (
+        working(2, serve, tmp_path, MANY, refs, False) as reading,
+        working(2, serve, tmp_path, MANY, refs, True) as mapping,
+    ):
+        ranks = [*reading, *mapping]
+        assert [rank.hear() for rank in ranks] == ["ready"] * 4
+        for rank in ranks:
+            rank.pipe.send("go")
+        for rank in ranks:
+            assert [rank.hear() for _ in refs] == [True] * 4
     asked = Counter((tmp_path / "log").read_text().splitlines())
     assert set(asked.values()) == {1}
     starts = [f"{refs[1].key} {start}" for start in range(0, refs[1].bytes, PIECE)]
@@ -157,15 +144,8 @@ def test_a_killed_download_is_gone_on_with_by_another_process(tmp_path: Path, ha
     ref = ref_of(data)
     LocalBucket(tmp_path / "store").put(ref.key, data)
     total = 30
-    ours, theirs = SERVERS.Pipe()
-    process = SERVERS.Process(target=doomed, args=(theirs, tmp_path, ref, total // 2, hangs))
-    process.start()
-    try:
-        assert ours.poll(SECONDS)
-        assert ours.recv() == "now"
-    finally:
-        process.kill()
-        process.join()
+    with working(1, doomed, tmp_path, ref, total // 2, hangs) as [process]:
+        assert process.hear() == "now"
     assert names(tmp_path / "cache") == {ref.sha256 + suffix for suffix in (".part", ".pieces", ".lock")}
     fetched = (tmp_path / "log").read_text().splitlines()
     (tmp_path / "log").unlink()

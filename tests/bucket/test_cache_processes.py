@@ -4,23 +4,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.bucket.test_cache import MANY, SECONDS, Source, names
-from tests.support.running import context_of_processes
+from tests.support.running import Worker, context_of_processes, working
 from tests.support.samples import ref_of
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.errors import StoreError
 
-RANKS = context_of_processes(__name__)
+context_of_processes(__name__)
 
 
 def rank(pipe: Connection, directory: Path, data: bytes, pause: bool) -> None:
@@ -55,61 +51,36 @@ def rank(pipe: Connection, directory: Path, data: bytes, pause: bool) -> None:
         pipe.send(error.message)
 
 
-class Rank:
-    def __init__(self, directory: Path, data: bytes, pause: bool) -> None:
-        self.pipe, theirs = RANKS.Pipe()
-        self.process: BaseProcess = RANKS.Process(target=rank, args=(theirs, directory, data, pause))
-        self.process.start()
-        theirs.close()
-
-    def says(self) -> str:
-        assert self.pipe.poll(SECONDS), "a rank hangs"
-        return str(self.pipe.recv())
-
-
-@contextmanager
-def ranks(count: int, directory: Path, data: bytes, *, pause: bool = False) -> Iterator[list[Rank]]:
-    started: list[Rank] = []
-    try:
-        started += (Rank(directory, data, pause) for _ in range(count))
-        yield started
-    finally:
-        for each in started:
-            each.process.kill()
-            each.process.join()
-            each.pipe.close()
-
-
-def split(members: Sequence[Rank]) -> tuple[Rank, list[Rank]]:
+def split(members: Sequence[Worker]) -> tuple[Worker, list[Worker]]:
     """Who fetches, and who waits for it."""
-    said = [(each.says(), each) for each in members]
+    said = [(each.hear(), each) for each in members]
     assert sorted(word for word, _ in said) == ["fetching"] + ["waiting"] * (len(members) - 1)
     holder = next(each for word, each in said if word == "fetching")
     return holder, [each for each in members if each is not holder]
 
 
-def successor(waiting: Sequence[Rank]) -> tuple[Rank, list[Rank]]:
+def successor(waiting: Sequence[Worker]) -> tuple[Worker, list[Worker]]:
     """Who fetches now, of those that waited, and who still waits."""
     ready = wait([each.pipe for each in waiting], SECONDS)
     assert len(ready) == 1, "one of the ranks that wait takes over"
     holder = next(each for each in waiting if each.pipe is ready[0])
-    assert holder.says() == "fetching"
+    assert holder.hear() == "fetching"
     return holder, [each for each in waiting if each is not holder]
 
 
 def test_a_holder_that_is_killed_or_fails_is_succeeded_by_one_that_waits(tmp_path: Path) -> None:
     directory, data = tmp_path / "cache", os.urandom(1000)
-    with ranks(4, directory, data) as members:
+    with working(4, rank, directory, data, False) as members:
         holder, waiting = split(members)
         assert f"{ref_of(data).sha256}.part" in names(directory)
         assert holder.process.pid is not None
         os.kill(holder.process.pid, signal.SIGKILL)
         second, waiting = successor(waiting)
         second.pipe.send("fail")
-        assert second.says() == "told to fail", "which is its own failure alone"
+        assert second.hear() == "told to fail", "which is its own failure alone"
         third, rest = successor(waiting)
         third.pipe.send("go")
-        assert [each.says() for each in [third, *rest]] == ["got"] * 2
+        assert [each.hear() for each in [third, *rest]] == ["got"] * 2
         for each in waiting:
             each.process.join(SECONDS)
     assert names(directory) == {ref_of(data).sha256}
@@ -118,52 +89,41 @@ def test_a_holder_that_is_killed_or_fails_is_succeeded_by_one_that_waits(tmp_pat
 def test_a_lock_whose_file_is_gone_is_none(tmp_path: Path) -> None:
     """The holder removes the file just between another's opening and locking it."""
     directory, data = tmp_path / "cache", os.urandom(1000)
-    with ranks(1, directory, data) as [first]:
-        assert first.says() == "fetching"
-        with ranks(1, directory, data, pause=True) as [late]:
-            assert late.says() == "opened"
+    with working(1, rank, directory, data, False) as [first]:
+        assert first.hear() == "fetching"
+        with working(1, rank, directory, data, True) as [late]:
+            assert late.hear() == "opened"
             first.pipe.send("fail")
-            assert first.says() == "told to fail"
-            with ranks(1, directory, data) as [second]:
-                assert second.says() == "fetching"
+            assert first.hear() == "told to fail"
+            with working(1, rank, directory, data, False) as [second]:
+                assert second.hear() == "fetching"
                 late.pipe.send("on")
-                assert late.says() == "waiting"
+                assert late.hear() == "waiting"
                 second.pipe.send("go")
-                assert (second.says(), late.says()) == ("got", "got")
-
-
-def test_nobody_waits_longer_than_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory, source = tmp_path / "cache", Source(os.urandom(1000))
-    with ranks(1, directory, source.data) as [holder]:
-        assert holder.says() == "fetching"
-        assert not source.got_from(ObjectCache(directory, MANY, stall_seconds=0.1))
-        assert "is fetching" in caplog.text
-        assert source.ref.sha256 not in names(directory)
-        holder.pipe.send("go")
-        assert holder.says() == "got"
+                assert (second.hear(), late.hear()) == ("got", "got")
 
 
 def test_the_rest_of_a_killed_process_goes_with_the_next_object(tmp_path: Path) -> None:
     directory, data = tmp_path / "cache", os.urandom(1000)
     alive = os.urandom(1000)
-    with ranks(1, directory, data) as [dead]:
-        assert dead.says() == "fetching"
+    with working(1, rank, directory, data, False) as [dead]:
+        assert dead.hear() == "fetching"
         dead.process.kill()
         dead.process.join()
     assert f"{ref_of(data).sha256}.part" in names(directory)
-    with ranks(1, directory, alive) as [holder]:
-        assert holder.says() == "fetching"
+    with working(1, rank, directory, alive, False) as [holder]:
+        assert holder.hear() == "fetching"
         other = Source(b"another object")
         assert not other.got_from(ObjectCache(directory, MANY))
         kept = ref_of(alive).sha256
         assert names(directory) == {other.ref.sha256, f"{kept}.part", f"{kept}.lock"}
         holder.pipe.send("go")
-        assert holder.says() == "got"
+        assert holder.hear() == "got"
 
 
 def test_threads_in_a_race_fetch_once(tmp_path: Path) -> None:
     """Fresh objects in quick succession: a lock's file is removed just when others open it."""
-    rounds, members = 50, 6
+    rounds, members = 25, 6
     sources = [Source(number.to_bytes(4)) for number in range(rounds)]
     cache, start = ObjectCache(tmp_path, MANY), threading.Barrier(members)
 

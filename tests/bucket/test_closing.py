@@ -59,24 +59,15 @@ def damaged(url: str) -> str:
     return key
 
 
-def test_a_run_is_closed_at_the_end_of_its_block(url: str) -> None:
+def test_a_run_is_closed_at_the_end_of_its_block_and_where_it_is_not_the_one_meant(url: str, folder: str) -> None:
     with open_run(url) as run:
         assert run.snapshot().fingerprint == run.head().model_fingerprint
     run.close()
-
-
-def test_a_run_that_is_not_there_leaves_nothing_open(url: str) -> None:
     with pytest.raises(NotFoundError):
         open_run(url + "/elsewhere")
-
-
-def test_another_run_than_the_one_meant_leaves_nothing_open(url: str) -> None:
     with pytest.raises(DigestError):
         RunCache().open(url, "0" * 64)
     assert open_expected_run(url, "0" * 32, Keyring()) is None
-
-
-def test_a_url_that_is_taken_leaves_nothing_open(url: str, folder: str) -> None:
     with open_run(folder) as run, pytest.raises(ConflictError):
         branch(run, 1, url)
 
@@ -93,15 +84,10 @@ def test_repair_closes_the_mirror_that_it_opened(url: str, folder: str, found: b
             repair(bucket, url + "/elsewhere")
 
 
-def test_repair_sees_damage_behind_a_mirror_of_the_run(url: str, folder: str) -> None:
+def test_verify_and_repair_see_damage_behind_a_mirror_of_the_run(url: str, folder: str) -> None:
     key = damaged(folder)
     with open_run(folder, store=StoreOptions(mirror=url)) as run:
         assert any(line.startswith(key) for line in repair(run).lost)
-
-
-def test_verify_sees_damage_behind_a_mirror_of_the_run(url: str, folder: str) -> None:
-    damaged(folder)
-    with open_run(folder, store=StoreOptions(mirror=url)) as run:
         assert dict(run.tensors())
         with pytest.raises(DigestError):
             run.verify()

@@ -18,7 +18,7 @@ from vllm_delta_sync.errors import AccessError, ConflictError, DeadlineError, Di
 
 PATIENCE_SECONDS = 60.0
 """Of a try, where no deadline is under test: on a busy machine a try may take seconds."""
-SHORT_SECONDS = 1.0
+SHORT_SECONDS = 0.3
 HANG_SECONDS = 600
 DATA = os.urandom(400_000)
 FOREVER: dict[str, Any] = {"times": None}
@@ -36,7 +36,7 @@ def bucket(hub: Hub) -> Iterator[Bucket]:
 class Persistent(StoreOptions):
     """Gives each try up soon, and never the request."""
 
-    store_deadline: float = 2.0
+    store_deadline: float = 1.0
 
     @property
     def retry_seconds(self) -> float:
@@ -198,15 +198,11 @@ def test_a_flipped_byte_is_found_by_the_digest_alone(hub: Hub, bucket: Bucket) -
     assert fetch_object(bucket, ref) == DATA
 
 
-@pytest.mark.parametrize(
-    "call", [put, get, *(pytest.param(call, marks=pytest.mark.slow) for call in (create, get_range))]
-)
+@pytest.mark.parametrize("call", [put, get])
 def test_tokens_and_addresses_that_ran_out_are_renewed(hub: Hub, bucket: Bucket, tmp_path: Path, call: Call) -> None:
     for turn in range(2):
         call(bucket, tmp_path)
         hub.expire_tokens()
-        if call is create:
-            bucket.delete("new")
         if turn:
             hub.change(xet_seconds=30)
     try:

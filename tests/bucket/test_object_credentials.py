@@ -93,15 +93,7 @@ def test_a_role_without_a_token_file_is_left_to_boto3(answers: Answers, monkeypa
         opened("s3://bucket/run", answers.url)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "how"),
-    [
-        *(("s3", "silent"), ("gs", "closed"), ("az", "closed")),
-        pytest.param("s3", "closed", marks=pytest.mark.slow),
-        pytest.param("gs", "silent", marks=pytest.mark.slow),
-        pytest.param("az", "silent", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "how"), [("s3", "silent"), ("gs", "closed"), ("az", "closed")])
 def test_no_credentials_at_all(scheme: str, how: str, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")

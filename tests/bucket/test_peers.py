@@ -177,9 +177,9 @@ def test_peer_whose_link_is_slow_is_waited_for(site: Site, monkeypatch: pytest.M
     inner = site.link._inner.get_range
 
     def slow(key: str, start: int, length: int) -> bytes:
-        for _ in range(30):
+        for _ in range(20):
             time.sleep(0.1)
-            report_bytes(length // 30)
+            report_bytes(length // 20)
         return inner(key, start, length)
 
     monkeypatch.setattr(site.link._inner, "get_range", slow)

@@ -208,12 +208,18 @@ def test_a_version_that_was_not_handled_comes_again(chain: Chain, out: Path) -> 
 
 @pytest.mark.parametrize(("format", "count", "kills", "least"), KILLS)
 def test_killed_at_random_it_shows_whole_versions(
-    tmp_path: Path, out: Path, campaign_seed: int | None, format: str, count: int, kills: int, least: int
+    tmp_path: Path,
+    out: Path,
+    nursery: Nursery,
+    campaign_seed: int | None,
+    format: str,
+    count: int,
+    kills: int,
+    least: int,
 ) -> None:
     """Before a random change of names in a folder."""
     chance = random.Random(campaign_seed or 0)
     written = Written(tmp_path / "run", 0, 11, LARGE_TABLE)
-    nursery = Nursery("tests.run.machine.killed_folders", tmp_path / "warm")
     targets = chance.sample(range(count), kills)
     killed = 0
 
@@ -238,7 +244,6 @@ def test_killed_at_random_it_shows_whole_versions(
                 continue  # the next one finds what this one left
         assert not nursery.end(nursery.begin(tmp_path, 0, "follow", format))
         assert shown() == version
-    nursery.close()
     assert killed >= least
     assert deltas(out) or format == "checkpoint"
     assert names(out / WORK_NAME) in (["handled", "lock"], ["handled", "lock", "objects"])

@@ -176,13 +176,6 @@ class Exports:
         return next(version for version in range(VERSIONS) if found == expected(TABLE, self.bits[version]))
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery("tests.run.machine.killed_folders", tmp_path_factory.mktemp("warm"))
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def exports(nursery: Nursery, tmp_path: Path) -> Exports:
     return Exports(nursery, tmp_path)

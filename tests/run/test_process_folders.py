@@ -312,7 +312,7 @@ for turn in range(int(sys.argv[3])):
 
 def test_no_process_loses_a_folder_that_others_try_to_remove(tmp_path: Path) -> None:
     """Each process makes, uses and releases the same folder, and removes it whenever that is allowed."""
-    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path), str(one), "1000"]) for one in range(4)]
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path), str(one), "300"]) for one in range(4)]
     assert [racer.wait(SECONDS) for racer in racers] == [0] * 4
     remove_abandoned(tmp_path)
     assert not list(tmp_path.iterdir())

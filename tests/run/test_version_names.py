@@ -46,11 +46,8 @@ def run(url: str) -> Iterator[Run]:
         yield run
 
 
-def test_step_is_the_newest_version_of_that_step(run: Run) -> None:
+def test_step_is_the_newest_version_of_that_step_or_refused_with_its_neighbours(run: Run) -> None:
     assert [run.resolve(f"step:{step}").version for step in (0, 10, 20, 30, 25, 40)] == [0, 1, 4, 3, 5, 6]
-
-
-def test_a_step_that_was_not_published_is_refused_with_its_neighbours(run: Run) -> None:
     for step, neighbours in (
         (22, "version 5 (step 25) and version 4 (step 20)"),
         (41, "version 6 (step 40)"),

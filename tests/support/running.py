@@ -10,7 +10,8 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_delta_sync.bucket.factory import OpenedBucket
 
 ROOT = Path(__file__).parents[2]
 _PRELOADED = ["pytest"]
+_HEAR_SECONDS = 300
 
 
 def run_python(
@@ -69,6 +71,53 @@ def context_of_processes(module: str) -> ForkServerContext:
     # All share one process, and each call replaces the list of what it imports.
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+class Worker:
+    """A process that runs a function of a module that ``context_of_processes`` knows, with the variables of now.
+
+    The function gets the other end of a pipe before its own arguments.
+    """
+
+    def __init__(self, act: Callable[..., None], *arguments: object) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_begin, args=(dict(os.environ), act, theirs, *arguments))
+        self.process.start()
+        theirs.close()
+
+    def hear(self) -> Any:
+        """What it says next."""
+        assert self.pipe.poll(_HEAR_SECONDS), "it hangs"
+        return self.pipe.recv()
+
+    def kill(self) -> list[Any]:
+        """Returns what it has said and nobody has heard."""
+        self.process.kill()
+        self.process.join()
+        said = []
+        with suppress(EOFError, OSError):
+            while True:
+                said.append(self.pipe.recv())
+        return said
+
+
+def _begin(environment: dict[str, str], act: Callable[..., None], pipe: Connection, *arguments: object) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    act(pipe, *arguments)
+
+
+@contextmanager
+def working(count: int, act: Callable[..., None], *arguments: object) -> Iterator[list[Worker]]:
+    """Workers that are killed at the end of the block."""
+    workers: list[Worker] = []
+    try:
+        workers += (Worker(act, *arguments) for _ in range(count))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 120) -> None:

@@ -1,6 +1,6 @@
-"""The Bucket contract holds with every wrapper around a store, and with all of them."""
+"""The Bucket contract holds with all wrappers around a store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,9 @@ from tests.bucket.contract.test_bucket_crowd import (  # noqa: F401
 )
 from tests.support.store_faults import dressed
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
-from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
+from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 
 OPTIONS = StoreOptions(store_progress="log")
-WORN: dict[str, Callable[[Bucket], Bucket]] = {
-    "all": lambda bucket: dressed(bucket, OPTIONS, StoreUsage()),
-    "deadline": lambda bucket: DeadlineBucket(bucket, OPTIONS),
-    "limited": lambda bucket: LimitedBucket(bucket, OPTIONS, StoreUsage()),
-    "progress": lambda bucket: ProgressBucket(bucket, "log"),
-    "retrying": lambda bucket: RetryingBucket(bucket, OPTIONS, StoreUsage()),
-}
 
 
 @pytest.fixture
@@ -32,9 +22,9 @@ def url(tmp_path: Path) -> str:
     return (tmp_path / "bucket").as_uri()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[] if name == "all" else pytest.mark.slow) for name in sorted(WORN)])
-def bucket(url: str, request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    with WORN[request.param](open_bucket(url)) as worn:
+@pytest.fixture
+def bucket(url: str) -> Iterator[Bucket]:
+    with dressed(open_bucket(url), OPTIONS, StoreUsage()) as worn:
         yield worn
 
 
@@ -43,15 +33,3 @@ def test_wrappers_are_what_they_wrap(bucket: Bucket, url: str) -> None:
     bucket.put("key", b"x")
     bucket.close()
     bucket.close()
-
-
-def test_lists_of_several_pages(bucket: Bucket, tmp_path: Path) -> None:
-    keys = [f"a/{number:04}" for number in range(1001)]
-    (tmp_path / "bucket" / "a").mkdir(parents=True)
-    for key in keys:
-        (tmp_path / "bucket" / key).touch()
-    assert [info.key for info in bucket.list("a/")] == keys
-    some = bucket.list()
-    assert next(some).key == "a/0000"
-    del some
-    assert [info.key for info in bucket.list("a/100")] == ["a/1000"]
