@@ -183,9 +183,7 @@ def test_signals_end_it_cleanly(number: signal.Signals, code: int, program: list
     assert "Traceback" not in errors
 
 
-def test_command_lines_that_are_refused(
-    broker: BrokerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_that_are_refused(broker: BrokerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = Keys(tmp_path).make("key")
     free = ["--publishers", LOOPBACK, "--subscribers", LOOPBACK]
     cases = (

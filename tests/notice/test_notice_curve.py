@@ -49,9 +49,7 @@ def site(tmp_path: Path, ends: Ends) -> Site:
 
 
 @pytest.mark.parametrize("case", ["not on the list", "no key", "wrong server key"])
-def test_others_hear_nothing_and_both_sides_say_so_once(
-    site: Site, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
+def test_others_hear_nothing_and_both_ends_say_so_once(site: Site, caplog: pytest.LogCaptureFixture, case: str) -> None:
     stranger = site.keys.make("stranger")
     own, server, ours, theirs = {
         "not on the list": (stranger, site.trainer, ("refused key",), "not on the allow-list"),

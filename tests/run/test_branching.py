@@ -130,9 +130,7 @@ def test_urls_that_are_refused(source: Source, tmp_path: Path) -> None:
     assert set(before) < set(taken)
 
 
-def test_a_version_that_is_damaged_or_lies_before_a_damaged_manifest_has_no_branch(
-    source: Source, tmp_path: Path
-) -> None:
+def test_a_damaged_version_or_one_before_a_damaged_manifest_has_no_branch(source: Source, tmp_path: Path) -> None:
     run, _ = source
     key = run.manifest(9).objects[0].key
     damaged = run.bucket.get(key)[:-1] + b"?"

@@ -564,9 +564,7 @@ def test_a_milestone_gets_an_anchor(tmp_path: Path) -> None:
     assert written.run.anchors() == [2, 3]
 
 
-def test_what_cannot_be_made_is_said_once_and_the_rest_is_made(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_made_is_said_once_the_rest_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = make(tmp_path, 3)
     written.lose(written.object_of(2))
     run = written.run

@@ -389,9 +389,7 @@ def test_a_store_that_fails_is_gone_on_with(chain: Chain, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("way", "error"), [("damaged", DigestError), ("lost", NotFoundError)])
-def test_what_is_damaged_makes_no_checkpoint(
-    way: str, error: type[DeltaSyncError], chain: Chain, tmp_path: Path
-) -> None:
+def test_damage_makes_no_checkpoint(way: str, error: type[DeltaSyncError], chain: Chain, tmp_path: Path) -> None:
     (chain.damage if way == "damaged" else chain.remove)(chain.manifests[1])
     with pytest.raises(error):
         export(open_run(chain.url), tmp_path / "out", 3)
@@ -706,9 +704,7 @@ def test_progress_is_shown_on_a_terminal_and_removed(
     assert json.loads(capsys.readouterr().out)["data"]["version"] == 4
 
 
-def test_an_interrupted_command_says_how_to_go_on(
-    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_command_says_how_to_go_on(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **options: Any) -> Any:
         restore(*arguments, **options)
         raise KeyboardInterrupt

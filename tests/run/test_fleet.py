@@ -84,19 +84,18 @@ def test_wait_is_over_when_every_live_one_is_there(world: FleetRun) -> None:
     world.heartbeat("b", 2)
     assert names(world.fleet().wait(2, replicas=2, timeout=0)) == ["a", "b"]
     assert max(world.slept) <= 1.0
-
-
-def test_more_than_asked_for_are_waited_for_too(world: FleetRun) -> None:
-    world.heartbeat("a", 2)
+    # More than asked for are waited for too.
     world.heartbeat("b", None, state="identifying")
     with pytest.raises(FleetLateError, match=r"'b' serves nothing yet \(identifying\)"):
         world.fleet().wait(2, replicas=1, timeout=5)
+    wrong: tuple[dict[str, Any], ...] = ({"version": -1}, {"version": True}, {"version": 1, "replicas": -1})
+    for arguments in (*wrong, *({"version": 1, "timeout": seconds} for seconds in (float("nan"), None))):
+        with pytest.raises(UsageError):
+            world.fleet().wait(**arguments)
 
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6])
-def test_one_that_dies_holds_others_up_for_its_heartbeat(
-    world: FleetRun, skew: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_one_is_waited_for_a_heartbeat(world: FleetRun, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
     world.heartbeat("a", 2)
     world.heartbeat("dying", 1)
     died = world.bucket.now
@@ -128,13 +127,6 @@ def test_version_that_is_not_published_is_waited_for(world: FleetRun) -> None:
         world.fleet().wait(3, timeout=5)
     world.grow()
     assert world.fleet().wait(3, timeout=0)
-
-
-def test_numbers_that_make_no_sense(world: FleetRun) -> None:
-    wrong: tuple[dict[str, Any], ...] = ({"version": -1}, {"version": True}, {"version": 1, "replicas": -1})
-    for arguments in (*wrong, *({"version": 1, "timeout": seconds} for seconds in (float("nan"), None))):
-        with pytest.raises(UsageError):
-            world.fleet().wait(**arguments)
 
 
 def test_heartbeats_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -476,9 +476,7 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{"])
-def test_version_whose_damaged_manifest_a_publisher_continued_after_needs_nothing(
-    tmp_path: Path, damaged: bytes
-) -> None:
+def test_version_whose_damaged_manifest_a_publisher_passed_needs_nothing(tmp_path: Path, damaged: bytes) -> None:
     """No repair can bring it back; before, nothing was ever collected again."""
     grown = of_versions(tmp_path, 6)
     lost = grown.manifests[6]
@@ -569,9 +567,7 @@ def leads_on(reader: Run, first: int, last: int) -> None:
 @pytest.mark.parametrize(
     ("marks", "why", "version"), [("......!!!!!!", "sound", 6), ("...~~!~", "exact", 3)], ids=["sound", "exact"]
 )
-def test_newest_sound_or_exact_version_is_kept_until_the_head_is_one(
-    tmp_path: Path, marks: str, why: str, version: int
-) -> None:
+def test_newest_sound_or_exact_is_kept_until_head_is_one(tmp_path: Path, marks: str, why: str, version: int) -> None:
     """The property below shows that a publisher can continue from it and readers can read it."""
     run = marked(tmp_path, marks)
     assert collect(run.run_, TIGHT).kept == {version: [why], len(marks): ["head"]}

@@ -227,7 +227,7 @@ def test_a_long_collection_renews_its_claim_and_old_claims_are_removed(tmp_path:
     assert newest.replace(".json", ".end") in claims
 
 
-def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_counts(
+def test_of_two_claims_without_create_if_absent_the_later_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
@@ -248,9 +248,7 @@ def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_co
     assert grown.memory.held.keys() - held.keys() == {side.collection_key(1)}
 
 
-def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collection_whose_record_is_replaced_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a store without create-if-absent, where two may both have a claim."""
     monkeypatch.setattr(bucket_base, "SETTLING_SECONDS", 0.0)
     grown = long_run(tmp_path, 24)

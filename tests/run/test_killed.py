@@ -73,9 +73,7 @@ def child(nursery: Nursery, *task: object) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.slow)])
-def test_publisher_killed_again_and_again_leaves_whole_states(
-    tmp_path: Path, kills: int, chance: random.Random
-) -> None:
+def test_publisher_killed_many_times_leaves_whole_states(tmp_path: Path, kills: int, chance: random.Random) -> None:
     url, log = str(tmp_path / "run"), tmp_path / "log"
     nursery = Nursery("tests.run.machine.killed", url, log)
     began, head = time.monotonic(), 0

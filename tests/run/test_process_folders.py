@@ -130,9 +130,7 @@ def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path,
 @pytest.mark.parametrize(
     "kind", ["temporary", "scratch", "API servers", pytest.param("adapter", marks=pytest.mark.slow)]
 )
-def test_what_a_killed_process_left_is_removed_and_what_others_use_is_not(
-    short: Path, owners: list[Owner], kind: str
-) -> None:
+def test_what_a_killed_process_left_goes_and_what_is_used_stays(short: Path, owners: list[Owner], kind: str) -> None:
     program = OWNERS[kind] + REPORT + WAIT
     owners += [Owner(short, program) for _ in range(2)]
     killed, alive = owners
@@ -181,9 +179,7 @@ print(json.dumps(child), flush=True)
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_forked_child_does_not_remove_the_folder_and_may_outlive_its_parent(
-    tmp_path: Path, owners: list[Owner], ends: bool
-) -> None:
+def test_a_forked_child_keeps_the_folder_beyond_its_parent(tmp_path: Path, owners: list[Owner], ends: bool) -> None:
     program = OWNERS["temporary"] + REPORT + "import time\n" + FORKED.format(ends=ends) + WAIT
     owner = Owner(tmp_path, program)
     owners.append(owner)

@@ -69,9 +69,7 @@ def test_only_some_tensors(tree: Whole) -> None:
         list(tree.run.tensors(3, names=["d"]))
 
 
-def test_large_models_lie_in_a_file_without_a_name(
-    tree: Whole, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_large_models_lie_in_a_nameless_file(tree: Whole, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for bound in ("restore.IN_MEMORY_BYTES", "restore.DECODED_ELEMENTS", "objects.MAPPED_BYTES"):
         monkeypatch.setattr(f"vllm_delta_sync.run.{bound}", 0)
     folder = tmp_path / "scratch"

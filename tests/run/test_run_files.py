@@ -310,9 +310,7 @@ def test_what_is_no_folder_of_model_files_is_refused(bucket: Hooked, trainer: Tr
     assert list(bucket.list()) == []
 
 
-def test_of_a_base_the_rest_is_kept(
-    checkpoint: Path, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_a_base_the_rest_stays(checkpoint: Path, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody has named them, so that they end no training; what a server needs comes before all else."""
     base = folder_of(tmp_path / "base", small_files(checkpoint))
     (base / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
@@ -360,9 +358,7 @@ def test_a_start_whose_version_came_through_after_all_keeps_them(bucket: Hooked,
     assert begin(trainer.live, bucket, files=own) == SMALL
 
 
-def test_a_start_that_was_cut_short_is_replaced_with_its_files(
-    bucket: Hooked, trainer: Trainer, own: Path, tmp_path: Path
-) -> None:
+def test_a_start_cut_short_is_replaced_with_files(bucket: Hooked, trainer: Trainer, own: Path, tmp_path: Path) -> None:
     begin(trainer.live, bucket, files=folder_of(tmp_path / "one", {**SMALL, "old.txt": b"old"}))
     for key in (version_key(0), "HEAD.json"):
         bucket.delete(key)
@@ -370,9 +366,7 @@ def test_a_start_that_was_cut_short_is_replaced_with_its_files(
     assert held(bucket.url, FILES_PREFIX) == {key_of(CONFIG), key_of(TOKENIZER)}
 
 
-def test_a_start_that_comes_to_its_version_after_all_keeps_its_files(
-    bucket: Hooked, trainer: Trainer, own: Path, tmp_path: Path
-) -> None:
+def test_a_start_that_is_late_keeps_its_files(bucket: Hooked, trainer: Trainer, own: Path, tmp_path: Path) -> None:
     """It does so while another one, which has taken it for cut short, removes what it has written."""
     (own / "lost.txt").write_bytes(b"lost before")
     begin(trainer.live, bucket, files=own)
@@ -431,9 +425,7 @@ def relisted(written: Run, **changes: Any) -> Run:
     return open_run(written.bucket.url)
 
 
-def test_what_no_model_folder_needs_is_not_written(
-    written: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_model_needs_is_not_written(written: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A bucket may be another's: neither code nor what leads to other weights comes out of it."""
     assert relisted(written, purpose="later").file("config.json") == CONFIG, "unknown members are ignored"
     (tmp_path / "out").mkdir()

@@ -93,9 +93,7 @@ def test_manifests_with_and_without(bucket: Hooked, trainer: Trainer, publisher:
             run.sidecar(version, name)
 
 
-def test_they_are_durable_before_the_manifest_is_written(
-    bucket: Hooked, trainer: Trainer, publisher: Publisher
-) -> None:
+def test_they_are_durable_before_the_manifest(bucket: Hooked, trainer: Trainer, publisher: Publisher) -> None:
     seen: list[bool] = []
 
     def before(key: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.running import counted
 from tests.support.samples import changes_between, nudge
+from tests.support.seeds import few
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
@@ -134,6 +135,7 @@ def grove(tmp_path: Path) -> Grove:
     return made
 
 
+@few(12)
 @given(
     start=st.sampled_from(["anchor", "checkpoint", "branch"]),
     kinds=st.lists(st.sampled_from(["delta", "shards", "raw", "full", "break", "beside", "tiled"]), max_size=9),
@@ -305,9 +307,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("codec", "count"), [("plain", 0), ("tiled", 1)])
-def test_boxes_that_overlap_take_a_file_only_where_tiles_need_old_bits(
-    codec: str, count: int, tmp_path: Path, files: list[int]
-) -> None:
+def test_overlapping_boxes_take_a_file_only_for_tiles(codec: str, count: int, tmp_path: Path, files: list[int]) -> None:
     made = Grove(tmp_path)
     made.publish(0.1, codec)  # type: ignore[arg-type]
     boxes = [Box((0, 0), (30, 3), (40, 3)), Box((10, 0), (30, 3), (40, 3))]
@@ -317,9 +317,7 @@ def test_boxes_that_overlap_take_a_file_only_where_tiles_need_old_bits(
         assert np.array_equal(bits, box.view(made.writer.bits[1][0]).reshape(-1))
 
 
-def test_tiles_that_boxes_cut_are_read_through_a_file_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[int]
-) -> None:
+def test_tiles_cut_by_boxes_take_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[int]) -> None:
     made = Grove(tmp_path)
     made.grow("delta", "tiled", "delta")
     with caplog.at_level(logging.INFO, logger="vllm_delta_sync"):

@@ -7,8 +7,6 @@ after each event. CHAIN_EVENTS asks for another number of events.
 """
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -56,29 +54,3 @@ def test_no_sequence_of_events_breaks_a_chain(seed_: int, campaign_seed: int | N
     happened = TALLY.events - before
     print(f"{happened:,} events in {time.monotonic() - began:.0f} s")
     assert happened >= wanted or campaign_seed is not None
-
-
-AGAIN = """
-from tests.run.machine.events import TALLY
-from tests.run.test_state_machine import draw
-draw(20261121, 80)
-print(TALLY.events, TALLY.digest.hexdigest())
-"""
-
-
-@pytest.mark.slow
-def test_a_seed_draws_the_same_again() -> None:
-    """Also in another process, with another order of sets."""
-    outcomes = {
-        subprocess.run(
-            [sys.executable, "-c", AGAIN],
-            env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": hashes},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            check=True,
-            timeout=600,
-        ).stdout
-        for hashes in ("1", "2")
-    }
-    assert len(outcomes) == 1, outcomes

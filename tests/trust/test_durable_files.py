@@ -98,17 +98,15 @@ def test_only_a_regular_file_is_read(tmp_path: Path, kind: str, check_owner: boo
     assert not isinstance(caught.value, FileNotFoundError)
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666])
-def test_a_file_that_others_may_write_is_refused(file: StateFile, mode: int) -> None:
-    file.path.chmod(mode)
-    with pytest.raises(PermissionError, match="other users"):
-        file.read()
-    assert StateFile(file.path, 100, check_owner=False).read() == b"old"
-
-
-def test_a_file_of_another_user_is_refused(file: StateFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: other)
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666, None])
+def test_a_file_that_others_may_write_or_own_is_refused(
+    file: StateFile, mode: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode is None:
+        other = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: other)
+    else:
+        file.path.chmod(mode)
     with pytest.raises(PermissionError, match="other users"):
         file.read()
     assert StateFile(file.path, 100, check_owner=False).read() == b"old"
@@ -151,9 +149,7 @@ def test_a_process_that_is_killed_leaves_the_old_content(file: StateFile) -> Non
     assert (file.read(), names(file)) == (b"newer", ["run.state"])
 
 
-def test_what_was_written_is_on_the_disk_before_it_has_its_name(
-    file: StateFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_written_is_on_disk_before_it_has_its_name(file: StateFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its name is on the disk before the write returns: a power failure loses neither."""
     log: list[str] = []
     fsync, replace = os.fsync, os.replace

@@ -182,9 +182,7 @@ def test_state_that_cannot_be_kept_is_an_error_at_the_start(tmp_path: Path) -> N
         world.start()
 
 
-def test_full_disk_later_does_not_keep_weights_from_being_current(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_later_keeps_no_weights_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was seen in this life holds all the same."""
     world = Trusted(tmp_path)
     world.serves(3)

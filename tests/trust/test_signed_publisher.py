@@ -211,9 +211,7 @@ def test_what_nobody_trusted_has_signed_is_made_again(
     assert [(step.start, step.end) for step in way(reader, 0, 4)] == [(0, 4)]
 
 
-def test_branch_begins_with_a_key_that_readers_trust(
-    folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path
-) -> None:
+def test_branch_begins_with_a_key_readers_trust(folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path) -> None:
     run = signed_run(folder, keys, trainer, 2)
     foreign = Run(run.bucket, keys.ring("b", "a"))
     before = stored(folder)
@@ -348,9 +346,7 @@ def test_renewal_does_not_move_head_back(folder: Path, keys: Keys, trainer: Trai
     assert versions == sorted(versions)
 
 
-def test_head_of_a_stranger_is_written_over_wherever_it_points(
-    folder: Path, keys: Keys, trainer: Trainer, caplog: Any
-) -> None:
+def test_head_of_a_stranger_is_always_written_over(folder: Path, keys: Keys, trainer: Trainer, caplog: Any) -> None:
     """It points at a version that is there, but not of anybody who is trusted: that is no reason to leave it."""
     bucket = Heads(folder)
     with Publisher(trainer.live, bucket, signing_key=keys.private("a"), head_seconds=1) as publisher:
@@ -512,9 +508,7 @@ def test_forged_head_is_written_again(folder: Path, keys: Keys, trainer: Trainer
             assert head_of(folder).version == publisher.version == 2
 
 
-def test_last_commit_of_the_former_writer_is_adopted_if_it_is_signed(
-    folder: Path, keys: Keys, trainer: Trainer
-) -> None:
+def test_last_commit_of_the_former_writer_is_adopted_if_signed(folder: Path, keys: Keys, trainer: Trainer) -> None:
     bucket, key = Hooked(folder), keys.private("a")
     former = Publisher(trainer.live, bucket, signing_key=key)
     mine = trainer.copy()

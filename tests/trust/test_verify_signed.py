@@ -52,6 +52,8 @@ def test_a_whole_signed_run(signed: Signed) -> None:
     assert (report.head, report.replayed, report.checked, report.signed) == (8, True, True, name_of(ROOT))
     assert (report.notes, report.findings) == ([], [])
     assert signed.run.verify() == report
+    # Hints need no signature.
+    assert b'"signature":null' in signed.bucket.get(side.claim_key(1))
     # Without trusted keys the same, and said.
     unchecked = verify_run(Run(signed.bucket))
     assert (unchecked.head, unchecked.checked, unchecked.findings) == (8, False, [])
@@ -95,12 +97,6 @@ def test_every_bit_of_a_signed_document_counts(signed: Signed) -> None:
             signed.bucket.put(key, good)
 
 
-def test_hints_need_no_signature(signed: Signed) -> None:
-    claim = signed.bucket.get(side.claim_key(1))
-    assert b'"signature":null' in claim
-    assert named(all_of(signed)) == []
-
-
 def test_a_head_that_has_run_out_is_noted(signed: Signed) -> None:
     signed.bucket.put(keys.HEAD_KEY, make_head(signed.writer.manifests[8], ROOT, seconds=-1).to_bytes())
     report = verify_run(signed.run)
@@ -120,26 +116,19 @@ def two_keys() -> Signed:
     return made
 
 
-def test_a_run_of_two_keys_is_whole_where_both_are_trusted() -> None:
+def test_a_run_of_two_keys_is_whole_where_both_are_trusted_and_else_what_is_not_is_named() -> None:
     made = two_keys()
     report = verify_run(Run(made.bucket, Keyring(ROOT.trusted | NEXT.trusted)))
     assert (report.head, report.replayed, report.merged_deltas, report.anchors, report.notes) == (7, True, 1, 1, [])
-
-
-def test_what_a_key_signed_that_is_not_trusted_is_named() -> None:
-    """The key of run.json must be trusted, or nothing is read."""
-    made = two_keys()
     report = all_of(made)
     later = [keys.version_key(version) for version in (5, 6, 7)]
     assert named(report) == ["HEAD.json", side.anchor_key(7), *later]
     assert all(isinstance(finding.error, SignatureError) for finding in report.findings)
     assert report.head == 4
+    # The key of run.json must be trusted, or nothing is read.
     with pytest.raises(SignatureError, match=r"run\.json"):
         Run(made.bucket, Keyring(NEXT.trusted))
-
-
-def test_gc_removes_nothing_from_a_history_that_is_not_trusted() -> None:
-    made = two_keys()
+    # Nothing is removed from a history that is not trusted.
     made.bucket.clock += HOUR
     before = set(made.bucket.held)
     with pytest.raises(SignatureError):

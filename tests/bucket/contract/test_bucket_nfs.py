@@ -56,7 +56,7 @@ def lost_reply(error: type[OSError]) -> Callable[[int, Callable[[], object]], ob
 
 
 @pytest.mark.parametrize(("name", "at"), [("open", 1), ("open", 2), ("open", 3), ("stat", 1), ("fstat", 1)])
-def test_a_forgotten_handle_is_looked_up_again(
+def test_forgotten_handles_are_looked_up(
     name: str, at: int, local: LocalBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local.put("a/b/key", b"what is there")
@@ -139,19 +139,20 @@ def test_a_put_over_forgotten_handles(
             assert [info.key for info in local.list()] == ["a/other"]
 
 
-def test_a_link_whose_reply_was_lost_was_made(local: LocalBucket, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_whose_reply_was_lost_was_given(local: LocalBucket, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("other", b"x")
     Calls(monkeypatch, "link", lost_reply(FileExistsError))
     local.put("key", b"mine", if_absent=True)
     assert local.get("key") == b"mine"
     with pytest.raises(ConflictError):
         local.put("key", b"theirs", if_absent=True)
+    Calls(monkeypatch, "replace", lost_reply(FileNotFoundError))
+    local.put("key", b"new")
+    assert local.get("key") == b"new"
     assert list((root / STAGING).iterdir()) == []
 
 
-def test_a_link_that_another_writer_made_meanwhile_is_a_conflict(
-    local: LocalBucket, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_of_another_writer_is_a_conflict(local: LocalBucket, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.link
 
     def late(*args: object, **more: object) -> None:
@@ -164,13 +165,6 @@ def test_a_link_that_another_writer_made_meanwhile_is_a_conflict(
     with pytest.raises(ConflictError):
         local.put("key", b"mine", if_absent=True)
     assert local.get("key") == b"theirs"
-
-
-def test_a_rename_whose_reply_was_lost_was_made(local: LocalBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    local.put("key", b"old")
-    Calls(monkeypatch, "replace", lost_reply(FileNotFoundError))
-    local.put("key", b"new")
-    assert local.get("key") == b"new"
 
 
 @pytest.mark.parametrize("at", [1, 2])
