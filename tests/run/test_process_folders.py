@@ -75,9 +75,12 @@ class Owner:
             env={**os.environ, "TMPDIR": str(root)},
             start_new_session=True,
         )
+
+    def hear(self) -> None:
+        """Where it made the folder, once it has."""
         assert self._process.stdout is not None
-        said = json.loads(self._process.stdout.readline())
-        self.folder, self.said = Path(said["folder"]), said
+        self.said = json.loads(self._process.stdout.readline())
+        self.folder = Path(self.said["folder"])
 
     @property
     def is_there(self) -> bool:
@@ -105,39 +108,49 @@ def short() -> Iterator[Path]:
         yield Path(path)
 
 
+class Owners(list[Owner]):
+    """All of a test."""
+
+    def begin(self, root: Path, program: str, prefix: Sequence[str] = (), count: int = 1) -> None:
+        """Start some at once; returns when each has made its folder."""
+        begun = [Owner(root, program, prefix) for _ in range(count)]
+        self += begun
+        for owner in begun:
+            owner.hear()
+
+
 @pytest.fixture
-def owners() -> Iterator[list[Owner]]:
-    found: list[Owner] = []
+def owners() -> Iterator[Owners]:
+    found = Owners()
     yield found
     for owner in found:
         owner.kill()
 
 
-def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path, owners: list[Owner]) -> None:
+def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path, owners: Owners) -> None:
     with ProcessFolder(tmp_path) as mine:
         assert not list(mine.path.iterdir())
         assert {path.stat().st_mode & 0o777 for path in (mine.path, mine.path.parent)} == {0o700}
         (mine.path / "file").touch()
     assert not list(tmp_path.iterdir())
-    for kind in ("temporary", "adapter"):
-        owner = Owner(tmp_path, OWNERS[kind] + REPORT + WAIT)
-        owners.append(owner)
-        assert owner.is_there
-        owner.end()
-        assert not list(tmp_path.iterdir())
+    owners.begin(tmp_path, OWNERS["temporary"] + REPORT + WAIT)
+    [owner] = owners
+    assert owner.is_there
+    owner.end()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "kind", ["temporary", "scratch", "API servers", pytest.param("adapter", marks=pytest.mark.slow)]
 )
-def test_what_a_killed_process_left_goes_and_what_is_used_stays(short: Path, owners: list[Owner], kind: str) -> None:
+def test_what_a_killed_process_left_goes_and_what_is_used_stays(short: Path, owners: Owners, kind: str) -> None:
     program = OWNERS[kind] + REPORT + WAIT
-    owners += [Owner(short, program) for _ in range(2)]
+    owners.begin(short, program, count=2)
     killed, alive = owners
     assert killed.folder != alive.folder
     killed.kill()
     assert killed.is_there
-    owners.append(Owner(short, program))
+    owners.begin(short, program)
     assert [owner.is_there for owner in owners] == [False, True, True]
     assert len(list(short.iterdir())) == 2
     for owner in owners:
@@ -147,22 +160,21 @@ def test_what_a_killed_process_left_goes_and_what_is_used_stays(short: Path, own
 
 
 @pytest.mark.parametrize("kind", ["temporary", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
-def test_a_process_of_another_container_counts_as_running(short: Path, owners: list[Owner], kind: str) -> None:
+def test_a_process_of_another_container_counts_as_running(short: Path, owners: Owners, kind: str) -> None:
     """Its id is that of another process here, or of no process."""
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode != 0:
         pytest.skip("this machine makes no namespace for processes")
     program = OWNERS[kind] + REPORT + WAIT
-    inside = Owner(short, program, NAMESPACE)
-    owners.append(inside)
-    assert inside.said["pid"] < 10
-    owners.append(Owner(short, program))
+    owners.begin(short, program, NAMESPACE)
+    assert owners[0].said["pid"] < 10
+    owners.begin(short, program)
     assert [owner.is_there for owner in owners] == [True, True]
     # And the other way round.
-    owners.append(Owner(short, program, NAMESPACE))
+    owners.begin(short, program, NAMESPACE)
     assert len({owner.folder for owner in owners}) == 3
     assert [owner.is_there for owner in owners] == [True, True, True]
-    inside.kill()
-    owners.append(Owner(short, program))
+    owners[0].kill()
+    owners.begin(short, program)
     assert [owner.is_there for owner in owners] == [False, True, True, True]
 
 
@@ -179,10 +191,10 @@ print(json.dumps(child), flush=True)
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_forked_child_keeps_the_folder_beyond_its_parent(tmp_path: Path, owners: list[Owner], ends: bool) -> None:
+def test_a_forked_child_keeps_the_folder_beyond_its_parent(tmp_path: Path, owners: Owners, ends: bool) -> None:
     program = OWNERS["temporary"] + REPORT + "import time\n" + FORKED.format(ends=ends) + WAIT
-    owner = Owner(tmp_path, program)
-    owners.append(owner)
+    owners.begin(tmp_path, program)
+    [owner] = owners
     assert owner._process.stdout is not None
     child = json.loads(owner._process.stdout.readline())
     assert owner.is_there
@@ -196,10 +208,10 @@ def test_a_forked_child_keeps_the_folder_beyond_its_parent(tmp_path: Path, owner
             remove_abandoned(tmp_path)
 
 
-def test_a_second_process_keeps_the_folder_of_a_first(tmp_path: Path, owners: list[Owner]) -> None:
+def test_a_second_process_keeps_the_folder_of_a_first(tmp_path: Path, owners: Owners) -> None:
     """As a worker does that writes into the folder of an API server, or of one on another node."""
-    owner = Owner(tmp_path, OWNERS["temporary"] + REPORT + WAIT)
-    owners.append(owner)
+    owners.begin(tmp_path, OWNERS["temporary"] + REPORT + WAIT)
+    [owner] = owners
     lock = hold_folder(owner.folder.parent)
     owner.kill()
     remove_abandoned(tmp_path)
