@@ -11,7 +11,9 @@ from tests.support.answers import Answer, Answers, closed_port, in_pieces
 from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
 from tests.support.running import run_python
 from tests.support.stores import s3_server
+from vllm_delta_sync.bucket import StoreOptions, open_beside, open_bucket
 from vllm_delta_sync.bucket.base import observed_by
+from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, PART_BYTES
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError, UsageError
@@ -110,6 +112,21 @@ def test_the_option_comes_before_the_environment(answers: Answers, monkeypatch: 
         assert answers.asked[-1].headers["user-agent"].startswith("vllm-delta-sync/")
         with pytest.raises(UnavailableError, match="no connection"):
             opened(url).get("key")
+
+
+def test_an_endpoint_goes_for_one_kind_of_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    given = StoreOptions(store_endpoint="http://127.0.0.1:7")
+    for url, other, kept in (
+        ("s3://a/run", "s3://b/run", True),
+        ("hf://buckets/a/b/run", "HF://buckets/a/c/run", True),
+        ("hf://buckets/a/b/run", "s3://a/run", False),
+        ("s3://a/run", "hf://buckets/a/b/run", False),
+    ):
+        with open_bucket(url, given) as bucket, open_beside(bucket, other) as beside:
+            assert isinstance(beside, OpenedBucket)
+            assert beside.options.store_endpoint == (given.store_endpoint if kept else None)
 
 
 # Moving bytes

@@ -3,12 +3,12 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -438,30 +438,30 @@ def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_the_command_with_0(chain: Chain, out: Path) -> None:
-    """While it polls, and while the command of ``--on-update`` runs, which runs again at the next start."""
-    url = chain.url
-    line = [sys.executable, "-m", "vllm_delta_sync.cli", "follow", "--bucket", url, "--to", str(out)]
-    for more, said in (([], "version "), (["--on-update", "sh -c 'echo begun; exec sleep 600'"], "begun")):
-        shutil.rmtree(out, ignore_errors=True)
-        with subprocess.Popen([*line, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
-            assert command.stdout is not None
-            while said not in command.stdout.readline():
-                assert command.poll() is None
-            command.send_signal(signal.SIGTERM)
-            _, errors = command.communicate(timeout=60)
-        assert (command.returncode, errors) == (0, "")
-        assert held(out / "current") == expected(chain.table, chain.bits[0])
-        rows = answer("follow", "--bucket", url, "--to", out, "--once")["versions"]
-        assert len(rows) == 1 or not more
-    # One that was to end by itself is not done.
-    shutil.rmtree(out)
-    with subprocess.Popen(
-        [*line, "--once", *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as command:
-        assert command.stdout is not None
-        assert command.stdout.readline()
-        command.send_signal(signal.SIGTERM)
-        assert command.wait(60) == 143
+    """While it polls, and while the command of ``--on-update`` runs, which runs again at the next start.
+
+    One that was to end by itself is not done.
+    """
+    line = [sys.executable, "-m", "vllm_delta_sync.cli", "follow", "--bucket", chain.url]
+    update, pipe = ["--on-update", "sh -c 'echo begun; exec sleep 600'"], subprocess.PIPE
+    cases = [([], "version ", 0), (update, "begun", 0), (["--once", *update], "", 143)]
+    with ExitStack() as stack:
+        begun = []
+        for number, (more, _, _) in enumerate(cases):
+            command = [*line, "--to", str(out / str(number)), *more]
+            begun.append(stack.enter_context(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)))
+        for number, (process, (more, said, code)) in enumerate(zip(begun, cases, strict=True)):
+            assert process.stdout is not None
+            while said not in process.stdout.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == code
+            if code == 0:
+                assert errors == ""
+                assert held(out / str(number) / "current") == expected(chain.table, chain.bits[0])
+                rows = answer("follow", "--bucket", chain.url, "--to", out / str(number), "--once")["versions"]
+                assert len(rows) == 1 or not more
 
 
 def test_sigterm_while_the_command_of_on_update_starts_ends_it_too(chain: Chain, out: Path) -> None:
