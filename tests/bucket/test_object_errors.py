@@ -124,24 +124,42 @@ def test_a_failed_request_is_sent_once(answers: Answers) -> None:
         assert set(sent) <= {"HEAD", "PUT"} or len(sent) == 1, name
 
 
-def test_a_part_of_an_upload_is_sent_again(answers: Answers, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(bytes(2 * PART_BYTES))
-    failures = [2]
+PART = Answer(200, b"", {"ETag": '"e"'})
+
+
+def upload(answers: Answers, folder: Path, *completions: Answer, parts: tuple[Answer, ...] = (PART,)) -> None:
+    """Put a file in two parts. The last answer of each kind is given again and again."""
+    left = {"PUT": [*parts], "POST": [*completions], "DELETE": [Answer(204)]}
 
     def reply(asked: Asked) -> Answer:
         if asked.path.endswith("?uploads="):
             return Answer(200, UPLOAD_BEGUN)
-        if asked.method == "PUT" and failures[0]:
-            failures[0] -= 1
-            return Answer(503)
-        if asked.method == "POST":
-            return Answer(200, b"<CompleteMultipartUploadResult><ETag>e</ETag></CompleteMultipartUploadResult>")
-        return Answer(200, b"", {"ETag": '"e"'})
+        given = left.get(asked.method, [Answer(404)])
+        return given.pop(0) if len(given) > 1 else given[0]
 
+    (folder / "source").write_bytes(bytes(2 * PART_BYTES))
     answers.reply = reply
-    opened(URL, answers.url).put("key", source)
+    opened(URL, answers.url).put("key", folder / "source")
+
+
+def test_a_part_of_an_upload_is_sent_again(answers: Answers, tmp_path: Path) -> None:
+    done = Answer(200, b"<CompleteMultipartUploadResult><ETag>e</ETag></CompleteMultipartUploadResult>")
+    upload(answers, tmp_path, done, parts=(Answer(503), Answer(503), PART))
     assert sum(asked.method == "PUT" for asked in answers.asked) == 4
+
+
+def test_a_completion_whose_answer_was_lost_is_tried_again(answers: Answers, tmp_path: Path) -> None:
+    """obstore asks to complete the upload again, and there is none by then. No bucket has to be created for that."""
+    with pytest.raises(UnavailableError, match="NoSuchUpload"):
+        upload(answers, tmp_path, Answer(503), Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>"))
+    assert sum(asked.method == "POST" for asked in answers.asked) == 1 + 2
+
+
+def test_a_completion_that_succeeds_with_an_error_is_tried_again(answers: Answers, tmp_path: Path) -> None:
+    """S3 sends the status before it has joined the parts, and may fail at that. Its client asks a few times at once."""
+    error = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
+    with pytest.raises(UnavailableError, match=r"answered InternalError: We encountered an internal error\."):
+        upload(answers, tmp_path, Answer(200, error))
 
 
 def test_two_writers_at_one_moment_are_no_conflict_yet(answers: Answers) -> None:
@@ -149,38 +167,6 @@ def test_two_writers_at_one_moment_are_no_conflict_yet(answers: Answers) -> None
     answers.reply = refusing(409, "ConditionalRequestConflict")
     with pytest.raises(UnavailableError):
         opened(URL, answers.url).put("key", b"x", if_absent=True)
-
-
-def test_a_completion_whose_answer_was_lost_is_tried_again(answers: Answers, tmp_path: Path) -> None:
-    """obstore asks to complete the upload again, and there is none by then. No bucket has to be created for that."""
-    source = tmp_path / "source"
-    source.write_bytes(bytes(9 << 20))
-    done: list[Asked] = []
-
-    def reply(asked: Asked) -> Answer:
-        if asked.path.endswith("?uploads="):
-            return Answer(200, UPLOAD_BEGUN)
-        if asked.method != "POST":
-            return Answer(200, b"", {"ETag": '"e"'})
-        done.append(asked)
-        return Answer(503) if len(done) == 1 else Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
-
-    answers.reply = reply
-    with pytest.raises(UnavailableError, match="NoSuchUpload"):
-        opened(URL, answers.url).put("key", source)
-    assert len(done) == 2
-
-
-def test_a_completion_that_succeeds_with_an_error_is_tried_again(answers: Answers, tmp_path: Path) -> None:
-    """S3 sends the status before it has joined the parts, and may fail at that. Its client asks a few times at once."""
-    source = tmp_path / "source"
-    source.write_bytes(bytes(9 << 20))
-    error = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
-    begun = Answer(200, UPLOAD_BEGUN)
-    stored = {"POST": Answer(200, error), "PUT": Answer(200, b"", {"ETag": '"e"'}), "DELETE": Answer(204)}
-    answers.reply = lambda asked: begun if asked.path.endswith("?uploads=") else stored.get(asked.method, Answer(404))
-    with pytest.raises(UnavailableError, match=r"answered InternalError: We encountered an internal error\."):
-        opened(URL, answers.url).put("key", source)
 
 
 def test_nobody_there_and_nobody_answering() -> None:

@@ -252,14 +252,11 @@ def test_killed_at_random_it_shows_whole_versions(
 # Refused
 
 
-def test_bad_arguments(chain: Chain, out: Path) -> None:
+def test_bad_arguments_and_a_folder_of_others(chain: Chain, out: Path) -> None:
     for options in ({"keep": 0}, {"poll_seconds": 0.0}, {"shard_bytes": 0}):
         with pytest.raises(UsageError, match=next(iter(options))):
             follow(chain.url, out, **options)
     assert not out.exists()
-
-
-def test_a_folder_of_others(chain: Chain, out: Path, tmp_path: Path) -> None:
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"holds 'model\.safetensors'"):
@@ -308,11 +305,19 @@ def test_signatures(tmp_path: Path, out: Path) -> None:
     chain.grow()
     trusted = keys.readers("a")
     once(chain, out, keyring=trusted)
+    record = out / "current" / EXPORT_NAME
+    about = json.loads(record.read_bytes())
+    chain.grow()
+    record.write_text(json.dumps({**about, "manifest": "ab" * 32}))
+    with pytest.raises(ForkError, match="two histories"):
+        list(follow(chain.url, out, once=True, keyring=trusted))
+    record.write_text(json.dumps(about))
+    once(chain, out, keyring=trusted)
     chain.keyring = keys.ring("b")
     chain.grow()
     with pytest.raises(SignatureError):
         once(chain, out, keyring=trusted)
-    assert at(out) == 1
+    assert at(out) == 2
 
 
 def test_damage_is_not_taken_and_repaired_when_it_can_be(chain: Chain, out: Path) -> None:
@@ -488,16 +493,3 @@ def test_a_command_that_fails(chain: Chain, out: Path) -> None:
     assert "cannot be started" in delta_sync(*arguments, "/nowhere/reload").err
     assert kind(2, *arguments, "'") == "usage"
     assert kind(2, *arguments, " ") == "usage"
-
-
-def test_forks_are_refused_with_signatures(tmp_path: Path, out: Path) -> None:
-    keys = Keys(tmp_path / "keys")
-    chain = Chain(tmp_path, keyring=keys.ring("a"))
-    chain.grow(2)
-    once(chain, out, keyring=keys.readers("a"))
-    record = out / "current" / EXPORT_NAME
-    about = json.loads(record.read_bytes())
-    chain.grow()
-    record.write_text(json.dumps({**about, "manifest": "ab" * 32}))
-    with pytest.raises(ForkError, match="two histories"):
-        list(follow(chain.url, out, once=True, keyring=keys.readers("a")))

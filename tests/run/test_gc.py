@@ -1,6 +1,6 @@
 """Garbage collection: whatever is kept can be rebuilt bit for bit, after it and after a crash anywhere in one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -174,22 +174,6 @@ def without_claims(bucket: MemoryBucket) -> dict[str, bytes]:
     return {key: data for key, (data, _) in bucket.held.items() if not key.startswith(side.COLLECTIONS_PREFIX)}
 
 
-class CrashAt:
-    """Ends the process at the n-th change of the bucket: before it happens, or right after."""
-
-    def __init__(self, bucket: MemoryBucket, count: int, late: bool) -> None:
-        self.left = count
-        if late:
-            bucket.after = self
-        else:
-            bucket.before = self
-
-    def __call__(self, action: str, key: str) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Crash
-
-
 @settings(quiet, max_examples=8)  # each collects once for each change that a collection makes
 @given(
     seed=st.integers(0, 2**32),
@@ -208,8 +192,13 @@ def test_a_crash_anywhere_breaks_nothing(
     wanted = collect(Run(whole), policy, now=now).kept
     count = 0
     while True:
-        crashed = start.copy()
-        CrashAt(crashed, count, late)
+        crashed, left = start.copy(), iter(range(count))
+
+        def crash(action: str, key: str, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise Crash
+
+        setattr(crashed, "after" if late else "before", crash)
         try:
             collect(Run(crashed), policy, now=now)
             break

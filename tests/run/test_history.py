@@ -86,19 +86,8 @@ def break_manifests(path: Path, *versions: int) -> None:
         manifest_of(path, version).write_bytes(b'{"base"')
 
 
-def break_after_a_lagging_head(path: Path) -> None:
-    point(path, 2)
-    break_manifests(path, 4)
-
-
-def other_parent_after_a_lagging_head(path: Path) -> None:
-    point(path, 2)
-    edit(manifest_of(path, 5), parent=NO_DIGEST)
-
-
-def break_first_without_a_head(path: Path) -> None:
-    (path / "HEAD.json").unlink()
-    break_manifests(path, 0)
+def each(*damages: Damage) -> Damage:
+    return lambda path: [damage(path) for damage in damages]
 
 
 BEHIND: dict[str, tuple[Damage, int, type[DeltaSyncError] | None, str]] = {
@@ -108,12 +97,23 @@ BEHIND: dict[str, tuple[Damage, int, type[DeltaSyncError] | None, str]] = {
     "target rewritten": (lambda p: edit(manifest_of(p, 5), step=7), 4, ChainError, "rewritten"),
     "target of later": (lambda p: edit(manifest_of(p, 5), format_version=3), 4, UnsupportedError, "reads 2"),
     "two bad": (lambda p: break_manifests(p, 4, 5), 3, FormatError, "0000000005"),
-    "after a lagging head": (break_after_a_lagging_head, 3, FormatError, "0000000004"),
-    "other parent": (other_parent_after_a_lagging_head, 4, ChainError, "version 5"),
+    "after a lagging head": (
+        each(lambda p: point(p, 2), lambda p: break_manifests(p, 4)),
+        3,
+        FormatError,
+        "0000000004",
+    ),
+    "other parent": (
+        each(lambda p: point(p, 2), lambda p: edit(manifest_of(p, 5), parent=NO_DIGEST)),
+        *(4, ChainError, "version 5"),
+    ),
     "head garbage": (lambda p: (p / "HEAD.json").write_bytes(b"\0"), 5, FormatError, "HEAD.json"),
     "head of another run": (lambda p: edit(p / "HEAD.json", run="0" * 32), 5, ChainError, "run"),
     "head far ahead": (lambda p: point(p, 9_999_999), 5, NotFoundError, "0009999999"),
-    "no head, first bad": (break_first_without_a_head, 5, FormatError, "0000000000"),
+    "no head, first bad": (
+        each(lambda p: (p / "HEAD.json").unlink(), lambda p: break_manifests(p, 0)),
+        *(5, FormatError, "0000000000"),
+    ),
 }
 
 

@@ -177,8 +177,8 @@ def test_damage_is_shown_with_what_to_do_and_the_rest_stays(tmp_path: Path) -> N
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
 
 
-def test_a_repaired_manifest_is_taken_up(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 6)
+def test_a_repaired_manifest_is_taken_up_and_a_rewritten_one_is_noticed(tmp_path: Path) -> None:
+    written, other = Written(tmp_path / "run", 6), Written(tmp_path / "other", 4, seed=9)
     file = written.folder / version_key(3)
     good = file.read_bytes()
     file.write_bytes(b"{}")
@@ -186,10 +186,6 @@ def test_a_repaired_manifest_is_taken_up(tmp_path: Path) -> None:
     assert [row["version"] for row in reading.read()["damaged"]] == [3]
     file.write_bytes(good)
     assert reading.read()["damaged"] == []
-
-
-def test_a_rewritten_history_is_noticed(tmp_path: Path) -> None:
-    written, other = Written(tmp_path / "run", 4), Written(tmp_path / "other", 4, seed=9)
     (written.folder / version_key(2)).write_bytes((other.folder / version_key(2)).read_bytes())
     damaged = reader(written.folder).read()["damaged"]
     assert {row["version"]: row["kind"] for row in damaged} == {2: "chain", 3: "chain"}

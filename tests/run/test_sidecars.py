@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.support.collecting import Crash
 from tests.support.commands import answer, shown
 from tests.support.publishers import FailAt, Hooked, Trainer
 from tests.support.sidecars import STATE, age, copy_of, edited, listed, publish, spoil
@@ -19,7 +21,7 @@ from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.client import Run
+from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.errors import (
     FormatError,
     NotFoundError,
@@ -290,25 +292,6 @@ def test_gc_keeps_and_drops_them_with_their_versions(bucket: Hooked, trainer: Tr
     assert report.bytes == planned.bytes > 0
 
 
-class Crash(BaseException):
-    """The process is gone."""
-
-
-class CrashesAt(Hooked):
-    """Removes so many sidecars, and then no more."""
-
-    def __init__(self, folder: Path, removals: int) -> None:
-        super().__init__(folder)
-        self._left = removals
-
-    def delete(self, key: str) -> None:
-        if key.startswith(SIDECARS_PREFIX):
-            if not self._left:
-                raise Crash
-            self._left -= 1
-        super().delete(key)
-
-
 @pytest.mark.parametrize("removals", [0, 2])
 def test_gc_that_crashed_is_finished_by_the_next(removals: int, bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket, merge=False) as publisher:
@@ -317,8 +300,15 @@ def test_gc_that_crashed_is_finished_by_the_next(removals: int, bucket: Hooked, 
         publisher.anchor()
     age(bucket.folder)
     policy = RetentionPolicy(keep_last=1)
-    with pytest.raises(Crash):
-        collect(Run(CrashesAt(bucket.folder, removals)), policy)
+    left, remove = iter(range(removals)), LocalBucket.delete
+
+    def delete(held: LocalBucket, key: str) -> None:
+        if key.startswith(SIDECARS_PREFIX) and next(left, None) is None:
+            raise Crash
+        remove(held, key)
+
+    with mock.patch.object(LocalBucket, "delete", delete), pytest.raises(Crash):
+        collect(open_run(bucket.url), policy)
     run = open_run(bucket.url)
     assert run.sidecar(5, "state") == b"state 5"
     assert len(held(bucket.url)) == 5 - removals

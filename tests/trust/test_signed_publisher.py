@@ -430,14 +430,6 @@ def forged_with_head(folder: Path, keys: Keys) -> None:
     (folder / HEAD_KEY).write_bytes(Head(run=manifest.run, version=3, manifest=manifest.digest).to_bytes())
 
 
-def not_json(folder: Path, keys: Keys) -> None:
-    (folder / version_key(3)).write_bytes(b"not a manifest")
-
-
-def newest_without_signature(folder: Path, keys: Keys) -> None:
-    unsign(folder, version_key(2))
-
-
 @pytest.mark.parametrize(
     ("write", "remove"),
     [
@@ -445,12 +437,12 @@ def newest_without_signature(folder: Path, keys: Keys) -> None:
         (forged("stranger"), 3),
         (forged("another document's"), 3),
         (forged_with_head, 3),
-        (not_json, 3),
-        (newest_without_signature, 2),
+        (lambda folder, keys: (folder / version_key(3)).write_bytes(b"not a manifest"), 3),
+        (lambda folder, keys: unsign(folder, version_key(2)), 2),
     ],
 )
 def test_newest_version_of_a_stranger_is_not_built_upon(
-    write: Callable[[Path, Keys], None], remove: int, folder: Path, keys: Keys, trainer: Trainer
+    write: Callable[[Path, Keys], object], remove: int, folder: Path, keys: Keys, trainer: Trainer
 ) -> None:
     key = keys.private("a")
     signed_run(folder, keys, trainer, 2)
