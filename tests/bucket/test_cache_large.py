@@ -372,7 +372,7 @@ def test_who_waits_goes_on_waiting_while_something_comes(
 
 
 @pytest.mark.usefixtures("small_pieces", "slow")
-def test_nobody_waits_for_a_download_at_rest(tmp_path: Path, source: Source, caplog: pytest.LogCaptureFixture) -> None:
+def test_none_waits_for_a_download_at_rest(tmp_path: Path, source: Source, caplog: pytest.LogCaptureFixture) -> None:
     own = Source(source.data)
     assert ObjectCache(tmp_path, MANY, stall_seconds=0.2).get(own.ref, own) == source.data
     assert own.fetched == 1

@@ -374,11 +374,11 @@ def reading(run: Run) -> Iterator[list[int]]:
         yield sizes
 
 
-@pytest.mark.parametrize("whose", ["trainer", "stranger", "nobody"])
+@pytest.mark.parametrize("whose", ["trainer", "stranger", "unsigned"])
 def test_large_junk_behind_the_head_is_read_to_a_size(whose: str, chain: Chain, ring: Keyring, tmp_path: Path) -> None:
-    run = open_run(chain.url, None if whose == "nobody" else ring)
+    run = open_run(chain.url, None if whose == "unsigned" else ring)
     run.document_limit = 200_000  # documents of its usual size take long to parse
-    if whose == "nobody":
+    if whose == "unsigned":
         put(chain, b"[" + b" " * (run.document_limit - 10) + b"]", *range(HEAD + 1, HEAD + 20))
     else:
         key = ring.public if whose == "trainer" else keyring_at(tmp_path / "stranger.key").public
@@ -386,9 +386,9 @@ def test_large_junk_behind_the_head_is_read_to_a_size(whose: str, chain: Chain, 
             put(chain, junk(chain, version, run.document_limit // 2 - 2000, key or ""), version)
     with reading(run) as read:
         manifest, error = run.reachable_head()
-    assert (manifest.version, type(error)) == (HEAD, FormatError if whose == "nobody" else SignatureError)
+    assert (manifest.version, type(error)) == (HEAD, FormatError if whose == "unsigned" else SignatureError)
     most = (MAX_BAD_DOCUMENTS + 1) * run.document_limit
-    if whose == "nobody":
+    if whose == "unsigned":
         assert MAX_BAD_DOCUMENTS * run.document_limit < sum(read) < most + 8192
     else:
         assert sum(read) < most

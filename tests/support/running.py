@@ -92,7 +92,7 @@ class Worker:
         return self.pipe.recv()
 
     def kill(self) -> list[Any]:
-        """Returns what it has said and nobody has heard."""
+        """Returns what it has said and was not heard."""
         self.process.kill()
         self.process.join()
         said = []
