@@ -1,18 +1,14 @@
 """Boxes: what is found in the parts of a tensor is what looking at the whole finds."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.detection import NAME, compared, disturbed, expected, tensor_of
-from trainer_side.diff.buffers import HostBuffer
-from trainer_side.diff.engine import Detector
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 
 WHOLE = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -107,52 +103,22 @@ def test_more_elements_than_32_bits_count() -> None:
     assert [after.start for after in found[1:]] == [before.stop for before in found[:-1]]
 
 
-@pytest.mark.parametrize("dimension", [0, 1, 2])
-def test_boxes_of_all_ranks_are_the_whole(dimension: int) -> None:
-    """Cut unevenly, as FSDP and tensor parallelism do."""
-    shape = (7, 12, 10)
-    new = np.random.default_rng(0).integers(0, 1 << 16, math.prod(shape), np.uint16)
-    old = disturbed(new, 0.1)
-    live, before = tensor_of("BF16", new).view(shape), old.reshape(shape)
-    pairs: list[tuple[int, int]] = []
-    change, start = Fingerprint(), 0
-    for part in torch.chunk(live, 3, dimension):
-        offsets = tuple(start if axis == dimension else 0 for axis in range(3))
-        box = Box(offsets, tuple(part.shape), shape)
-        own = np.take(before, range(start, start + part.shape[dimension]), dimension).reshape(-1)
-        held = HostBuffer(own.copy())
-        _, local = compared("BF16", held, part, Detector())
-        where = np.array(local.positions, np.int64)
-        pairs += zip(box.positions(where).tolist(), local.distances, strict=True)
-        change += fingerprint_change(NAME, box.positions(where), own[where], held.bits[where])
-        start += part.shape[dimension]
-    whole = expected("BF16", old, new)
-    assert len(whole.positions) > 50
-    assert sorted(pairs) == list(zip(whole.positions, whole.distances, strict=True))
-    assert change == whole.fingerprint
+OUTSIDE: list[tuple[Callable[[], object], str]] = [
+    (lambda: Box((0,), (3,), (2,)), "is not inside a tensor"),
+    (lambda: Box((1,), (2,), (2,)), "is not inside a tensor"),
+    (lambda: Box((-1,), (1,), (2,)), "is not inside a tensor"),
+    (lambda: Box((0, 0), (1,), (2,)), "is not inside a tensor"),
+    (lambda: Box((0,), (-1,), (2,)), "is not inside a tensor"),
+    (lambda: Box((1, 1), (2, 3), (4, 4)).positions(np.array([-1])), "not inside 6 elements"),
+    (lambda: Box((1, 1), (2, 3), (4, 4)).positions(np.array([6])), "not inside 6 elements"),
+    (lambda: boxes_of_range(-1, 2, (2, 3)), r"are not inside a tensor \[2, 3\]"),
+    (lambda: boxes_of_range(3, 2, (2, 3)), r"are not inside a tensor \[2, 3\]"),
+    (lambda: boxes_of_range(0, 7, (2, 3)), r"are not inside a tensor \[2, 3\]"),
+    (lambda: Box.all_of((2, 3)).view(np.zeros(5, np.uint16)), r"5 elements are not those of a tensor \[2, 3\]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("offsets", "shape", "whole"),
-    [((0,), (3,), (2,)), ((1,), (2,), (2,)), ((-1,), (1,), (2,)), ((0, 0), (1,), (2,)), ((0,), (-1,), (2,))],
-)
-def test_boxes_outside_are_refused(offsets: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    with pytest.raises(TensorMismatchError, match="is not inside a tensor"):
-        Box(offsets, shape, whole)
-
-
-@pytest.mark.parametrize("position", [-1, 6])
-def test_positions_outside_are_refused(position: int) -> None:
-    with pytest.raises(TensorMismatchError, match="not inside 6 elements"):
-        Box((1, 1), (2, 3), (4, 4)).positions(np.array([position]))
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
-def test_ranges_outside_are_refused(start: int, stop: int) -> None:
-    with pytest.raises(TensorMismatchError, match=r"are not inside a tensor \[2, 3\]"):
-        boxes_of_range(start, stop, (2, 3))
-
-
-def test_an_array_of_another_size_is_refused() -> None:
-    with pytest.raises(TensorMismatchError, match=r"5 elements are not those of a tensor \[2, 3\]"):
-        Box.all_of((2, 3)).view(np.zeros(5, np.uint16))
+@pytest.mark.parametrize(("make", "message"), OUTSIDE)
+def test_what_lies_outside_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TensorMismatchError, match=message):
+        make()

@@ -27,17 +27,10 @@ def test_round_trip(value: object) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b'{"b":1,"a":2}',
-        b'{"a": 1}',
-        b'{"a":1}\n',
-        b' {"a":1}',
-        b'{"a":1.0}',
-        b'{"a":-0}',
-        b'{"a":1e2}',
-        b'{"a":"\\u0041"}',
-        b'{"a":"\\/"}',
+        b'{"b":1,"a":2}', b'{"a": 1}', b'{"a":1}\n', b' {"a":1}', b'{"a":1.0}', b'{"a":-0}', b'{"a":1e2}',
+        b'{"a":"\\u0041"}', b'{"a":"\\/"}',
     ],
-)
+)  # fmt: skip
 def test_another_spelling_is_refused(data: bytes) -> None:
     json.loads(data)
     with pytest.raises(FormatError, match="document is JSON but not in canonical form"):
@@ -47,23 +40,11 @@ def test_another_spelling_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"{",
-        b"nonsense",
-        b'{"a":1}{"a":1}',
-        b'{"a":NaN}',
-        b"[Infinity]",
-        b"[-Infinity]",
-        b'{"a":1,"a":1}',
-        b'{"x":{"a":1,"a":2}}',
-        b'"\xff"',
-        b'\xef\xbb\xbf{"a":1}',
-        b'"\\ud800"',
-        b'{"\\udfff":1}',
-        b"[1" + b"0" * 5000 + b"]",
-        b'{"a":"\x01"}',
+        b"", b"{", b"nonsense", b'{"a":1}{"a":1}', b'{"a":NaN}', b"[Infinity]", b"[-Infinity]", b'{"a":1,"a":1}',
+        b'{"x":{"a":1,"a":2}}', b'"\xff"', b'\xef\xbb\xbf{"a":1}', b'"\\ud800"', b'{"\\udfff":1}',
+        b"[1" + b"0" * 5000 + b"]", b'{"a":"\x01"}',
     ],
-)
+)  # fmt: skip
 def test_what_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match=r"^document"):
         load_json(data, "document")
@@ -99,19 +80,9 @@ def test_values_without_a_canonical_form_are_not_written(value: object) -> None:
         dump_canonical(value)
 
 
-@pytest.mark.parametrize(
-    ("version", "error"),
-    [
-        (1, UnsupportedError),
-        (3, UnsupportedError),
-        (True, FormatError),
-        ("1", FormatError),
-        (0, FormatError),
-        (-1, FormatError),
-        (None, FormatError),
-    ],
-)
-def test_format_version(version: object, error: type[Exception]) -> None:
+@pytest.mark.parametrize("version", [1, 3, True, "1", 0, -1, None])
+def test_format_version(version: object) -> None:
     check_format_version({"format_version": 2}, "document")
+    error = UnsupportedError if version in (1, 3) and version is not True else FormatError
     with pytest.raises(error, match=r"document.*format_version"):
         check_format_version({"format_version": version}, "document")

@@ -4,26 +4,13 @@ import re
 from pathlib import Path
 
 from vllm_delta_sync import errors
-from vllm_delta_sync.errors import (
-    BusyError,
-    ConflictError,
-    DataError,
-    DeltaSyncError,
-    EngineError,
-    IncompleteError,
-    ModelError,
-    NoticeError,
-    PublishError,
-    StoreError,
-    UsageError,
-    error_kinds,
-)
+from vllm_delta_sync.errors import DataError, DeltaSyncError, StoreError, error_kinds
 
 ROOT = Path(__file__).parents[2]
-BASES = (
-    BusyError, ConflictError, DataError, EngineError, IncompleteError, ModelError, NoticeError, PublishError,
-    StoreError, UsageError,
-)  # fmt: skip
+BASES = tuple(
+    getattr(errors, f"{name}Error")
+    for name in ["Busy", "Conflict", "Data", "Engine", "Incomplete", "Model", "Notice", "Publish", "Store", "Usage"]
+)
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, DeltaSyncError)]
 
 

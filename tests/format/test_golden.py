@@ -143,13 +143,8 @@ def test_objects_with_zstd_hold_the_same_planes(version: int, written: Path, run
 
 
 def same_group(one: Sparse, two: Sparse) -> bool:
-    pairs: list[tuple[np.ndarray, np.ndarray]] = [
-        (one.ids, two.ids),
-        (one.counts, two.counts),
-        (one.positions, two.positions),
-        (one.data, two.data),
-    ]
-    assert all(np.array_equal(first, second) for first, second in pairs)
+    arrays = ("ids", "counts", "positions", "data")
+    assert all(np.array_equal(getattr(one, name), getattr(two, name)) for name in arrays)
     return (one.dtype, one.relative) == (two.dtype, two.relative)
 
 
