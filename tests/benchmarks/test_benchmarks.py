@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
     assert [line for line in text.splitlines() if line.startswith("## ")] == ["## notice"]
 
 
-def test_a_benchmark_says_at_its_start_how_long_it_takes(
+def test_a_benchmark_says_at_its_start_how_long_it_takes_and_its_help_keeps_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*arguments: str) -> str:
@@ -91,6 +92,8 @@ def test_a_benchmark_says_at_its_start_how_long_it_takes(
         return capsys.readouterr().err
 
     monkeypatch.setattr("benchmarks.common.rows.RESULTS", tmp_path)
+    lists = "How it works:\n\n- one\n- two"
+    assert lists in parser("made_up", lists, minutes=1).format_help()
     assert "17 min" in said()
     write(tmp_path / "made_up.json", [row("made_up", "one", "size", 2.0, "B")])
     document = json.loads((tmp_path / "made_up.json").read_text())
@@ -102,11 +105,6 @@ def test_a_benchmark_says_at_its_start_how_long_it_takes(
     with pytest.raises(SystemExit):
         said("--json", str(tmp_path))
     assert "is a directory" in capsys.readouterr().err, "which would be found out only after the measurements"
-
-
-def test_the_help_of_a_benchmark_keeps_its_lists() -> None:
-    text = "How it works:\n\n- one\n- two"
-    assert text in parser("made_up", text, minutes=1).format_help()
 
 
 def test_a_grid_has_a_line_for_each_case() -> None:
@@ -137,10 +135,8 @@ def test_a_paper_s_figures_are_found_again_to_the_last_digit() -> None:
 def test_widths_of_merged_deltas_are_those_of_a_run() -> None:
     assert ranges(MERGE_WIDTH, 100) == sorted(due_ranges(0, 100, []), key=lambda pair: (pair[1] - pair[0], pair))
     known = set(ranges(4, 100))
-    assert way(50, 100, known) == [
-        *((50, 51), (51, 52), (52, 56), (56, 60), (60, 64)),
-        *((64, 80), (80, 96), (96, 100)),
-    ]
+    edges = [50, 51, 52, 56, 60, 64, 80, 96, 100]
+    assert way(50, 100, known) == list(pairwise(edges))
     base = {"weight": np.arange(1, 4001, dtype=np.uint16).reshape(40, 100)}
     steps = [(np.arange(step, 4000, 50, dtype=np.uint32), np.full(80, 5000 + step, np.uint16)) for step in range(20)]
     rows = widths("catchup", "made", Sequence(base, steps))
@@ -151,15 +147,12 @@ def test_widths_of_merged_deltas_are_those_of_a_run() -> None:
     assert written[-1] > 0
 
 
-def test_models_that_are_projected_have_the_parameters_that_are_known() -> None:
+def test_what_is_projected_has_the_known_parameters_and_takes_less_than_a_minute() -> None:
     eight, two, seventy, experts = scaled_models()
     assert [model.known for model in (eight, two, seventy, experts)] == ["8.03", "8.03", "70.55", "671"]
     assert eight.held == eight.numel
     for model in (two, seventy, experts):
         assert model.numel / model.ranks < model.held < model.numel
-
-
-def test_the_projected_proof_of_70_b_takes_less_than_a_minute() -> None:
     rows = json.loads((render.SOURCE / "scaling.json").read_text())["rows"]
     assert value_of(rows, "projected rank: Llama-3.1-70B, TP 8", "proof") < 60
 

@@ -61,6 +61,10 @@ def refused(data: bytes, error: type[DeltaSyncError], match: str = "delta object
     assert type(caught.value) is error
 
 
+def i32(*values: int) -> tuple[str, np.ndarray]:
+    return "I32", np.array(values, np.int32)
+
+
 def u8(*values: int) -> tuple[str, np.ndarray]:
     return "U8", np.array(values, np.uint8)
 
@@ -87,45 +91,34 @@ def test_an_object_with_more_elements_than_its_manifest_says_is_refused() -> Non
         decode(data, TABLE, replace(CONTEXT, changed=19))
 
 
-METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
-    ({"run": "0" * 32}, ChainError),
-    ({"run": 5}, FormatError),
-    ({"version": 2}, ChainError),
-    ({"version": True}, FormatError),
-    ({"version": "1"}, FormatError),
-    ({"base_version": 1}, ChainError),
-    ({"base_version": None}, FormatError),
-    ({"base_version": False}, FormatError),
-    ({"format_version": 3}, UnsupportedError),
-    ({"format_version": True}, FormatError),
-    ({"format_version": None}, FormatError),
-    ({"codec": "packed"}, UnsupportedError),
-    ({"codec": ["plain"]}, FormatError),
-    ({"codec": "raw"}, FormatError),
-    ({"codec": "raw", "blocks": []}, TensorMismatchError),
-    ({"compression": "lz4"}, UnsupportedError),
-    ({"compression": None}, FormatError),
-    ({"blocks": None}, FormatError),
-    ({"blocks": {}}, FormatError),
-    ({"blocks": [5]}, FormatError),
-    ({"blocks": [{}]}, FormatError),
-    ({"blocks": [{"dtype": "BF16"}]}, FormatError),
-    ({"blocks": [{"kind": "tiles"}]}, FormatError),
-    ({"blocks": [{"dtype": "BF16", "kind": 0}]}, FormatError),
-    ({"blocks": [{"dtype": "BF16", "kind": "later"}]}, UnsupportedError),
-    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}]}, UnsupportedError),
-    ({"blocks": [{"dtype": "BF16", "kind": "full"}]}, FormatError),
-    ({"blocks": [{"dtype": "Q4", "kind": "tiles"}]}, FormatError),
-    ({"blocks": [{"dtype": "F16", "kind": "tiles"}]}, TensorMismatchError),
-    ({"blocks": [{"dtype": "F32", "kind": "tiles"}]}, TensorMismatchError),
-    ({"blocks": [{"dtype": "BF16", "kind": "tiles"}] * 2}, FormatError),
-    ({"blocks": [0] * 1_000_001}, LimitError),
-    ({"blocks": []}, TensorMismatchError),
-]
+def of_blocks(*blocks: Any) -> dict[str, Any]:
+    return {"blocks": list(blocks)}
 
 
-@pytest.mark.parametrize(("change", "error"), METADATA)
-def test_metadata(change: dict[str, Any], error: type[DeltaSyncError]) -> None:
+METADATA: dict[type[DeltaSyncError], list[dict[str, Any]]] = {
+    ChainError: [{"run": "0" * 32}, {"version": 2}, {"base_version": 1}],
+    UnsupportedError: [
+        {"format_version": 3}, {"codec": "packed"}, {"compression": "lz4"},
+        of_blocks({"dtype": "BF16", "kind": "later"}), of_blocks({"dtype": "BF16", "kind": "sparse"}),
+    ],
+    LimitError: [of_blocks(*[0] * 1_000_001)],
+    TensorMismatchError: [
+        {"codec": "raw", "blocks": []}, of_blocks(),
+        of_blocks({"dtype": "F16", "kind": "tiles"}), of_blocks({"dtype": "F32", "kind": "tiles"}),
+    ],
+    FormatError: [
+        {"run": 5}, {"version": True}, {"version": "1"}, {"base_version": None}, {"base_version": False},
+        {"format_version": True}, {"format_version": None}, {"codec": ["plain"]}, {"codec": "raw"},
+        {"compression": None}, {"blocks": None}, {"blocks": {}}, of_blocks(5), of_blocks({}),
+        of_blocks({"dtype": "BF16"}), of_blocks({"kind": "tiles"}), of_blocks({"dtype": "BF16", "kind": 0}),
+        of_blocks({"dtype": "BF16", "kind": "full"}), of_blocks({"dtype": "Q4", "kind": "tiles"}),
+        of_blocks(*[{"dtype": "BF16", "kind": "tiles"}] * 2),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "change"), [(error, each) for error in METADATA for each in METADATA[error]])
+def test_metadata(error: type[DeltaSyncError], change: dict[str, Any]) -> None:
     arrays, metadata = parts("plain")
     refused(build(arrays, {**metadata, **change}), error)
 
@@ -197,17 +190,6 @@ TILES: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "change", "error"), TILES, ids=[case for case, _, _ in TILES])
-def test_tiles(case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
-    arrays, metadata = parts("plain")
-    change(arrays)
-    refused(build(arrays, metadata), error, match=".")
-
-
-def i32(*values: int) -> tuple[str, np.ndarray]:
-    return "I32", np.array(values, np.int32)
-
-
 RAW: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("values missing", lambda a: a.pop("a.values"), FormatError),
     ("indices missing", lambda a: a.pop("a.indices"), TensorMismatchError),
@@ -231,9 +213,12 @@ RAW: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "change", "error"), RAW, ids=[case for case, _, _ in RAW])
-def test_raw(case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
-    arrays, metadata = parts("raw")
+ENTRIES = [*(("plain", *row) for row in TILES), *(("raw", *row) for row in RAW)]
+
+
+@pytest.mark.parametrize(("codec", "case", "change", "error"), ENTRIES, ids=[f"{row[0]}: {row[1]}" for row in ENTRIES])
+def test_entries(codec: Codec, case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
+    arrays, metadata = parts(codec)
     change(arrays)
     refused(build(arrays, metadata), error, match=".")
 

@@ -125,7 +125,6 @@ def test_shares_of_threads_make_up_a_huge_tensor(shape: tuple[int, ...], turned:
 
 
 def measured(index: tuple[int | slice, ...], shape: tuple[int, ...]) -> int:
-    """Elements of a box."""
     ranges = [1 if isinstance(at, int) else at.stop - at.start for at in index]
     return math.prod(ranges) * math.prod(shape[len(index) :])
 

@@ -2,11 +2,8 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +26,12 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import ChainError, UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.changes import Changes
 
 
-def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:
+def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> Changes:
     lazy = [DeltaReader(encode(part, table, "plain", "zstd", CONTEXT), table, CONTEXT) for part in parts]
     sums: dict[int, Fingerprint] = {}
     for part in lazy:
@@ -48,7 +45,7 @@ def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Cha
     data = (folder / "object").read_bytes()
     assert len(data) == ref.bytes
     assert [file.name for file in folder.iterdir()] == ["object"]
-    return decode(data, table, CONTEXT), data
+    return decode(data, table, CONTEXT)
 
 
 @given(history=histories(), batch=st.sampled_from([1, 3, 1 << 20]), block=st.sampled_from([1, 4, 1 << 20]))
@@ -65,7 +62,7 @@ def test_merging_piece_by_piece_does_what_the_versions_do(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "LAZY_ELEMENTS", batch)
         patch.setattr(spooling, "SPOOL_ELEMENTS", block)
-        found, _ = spooled(relative, table, Path(folder))
+        found = spooled(relative, table, Path(folder))
     one_by_one, leap = state_of(table, versions[0]), state_of(table, versions[0])
     for part in relative:
         one_by_one.apply(part)
@@ -75,58 +72,6 @@ def test_merging_piece_by_piece_does_what_the_versions_do(
     assert leap.fingerprints == one_by_one.fingerprints
     # The same elements in batches of any size.
     assert found.changed == merged(relative, table).changed
-
-
-def test_each_tensor_is_in_one_piece_wherever_batches_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one at which a batch ends and that a later version carries in full."""
-    monkeypatch.setattr(reading, "LAZY_ELEMENTS", 1)
-    table = TensorTable([TensorSpec(name, "BF16", (50,)) for name in "abc"])
-    random = np.random.default_rng(8)
-    versions = [random_bits(table, random)]
-    for _ in range(2):
-        versions.append(nudge(versions[-1], random, 0.5))
-    parts = [
-        DeltaReader(encode(changes_between(table, *pair, full=full), table, "plain", "zstd", CONTEXT), table, CONTEXT)
-        for pair, full in zip(pairwise(versions), ([], [1]), strict=True)
-    ]
-    carried: list[int] = []
-    for piece in merge([[part] for part in parts], table):
-        carried += [piece.id] if isinstance(piece, Full) else piece.ids.tolist()
-    assert sorted(carried) == [0, 1, 2]
-
-
-def test_one_block_gives_the_bytes_of_the_encoder(tmp_path: Path) -> None:
-    random = np.random.default_rng(3)
-    old = random_bits(TABLE, random)
-    changes = changes_between(TABLE, old, nudge(old, random, 0.3), full=[2])
-    changes.sparse.sort(key=lambda group: group.dtype)
-    _, data = spooled([changes], TABLE, tmp_path)
-    assert data == encode(changes, TABLE, "plain", "zstd", CONTEXT)
-
-
-def test_a_tensor_is_looked_at_no_more_often_if_its_block_has_many(tmp_path: Path) -> None:
-    looks = 0
-
-    class SparseLookedAt(Sparse):
-        def __getattribute__(self, name: str) -> Any:
-            nonlocal looks
-            looks += name == "positions"
-            return super().__getattribute__(name)
-
-    class FullLookedAt(Full):
-        def __getattribute__(self, name: str) -> Any:
-            nonlocal looks
-            looks += name == "bits"
-            return super().__getattribute__(name)
-
-    table = TensorTable([TensorSpec(f"{number:04d}", "U8", (4,)) for number in range(1000)])
-    one = np.ones(1, np.int64)
-    with closing(DeltaSpool(tmp_path, table, CONTEXT, "zstd")) as spool:
-        for number in range(0, 1000, 2):
-            spool.add(SparseLookedAt("U8", np.array([number], np.uint32), one, one, one.astype(np.uint8), True))
-            spool.add(FullLookedAt(number + 1, np.ones(4, np.uint8)))
-        spool.finish(tmp_path / "object", {number: Fingerprint() for number in range(1000)})
-    assert looks < 10_000
 
 
 @pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])

@@ -1,16 +1,14 @@
 """The grid of tiles: it parts each tensor, follows from its shape alone, and usual ranks cut no tile of it."""
 
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.codec.tiling import many_threads
 from tests.support import reference_tiles as reference
-from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, Grid, extent, grid_of, least_tiles, shares_of_threads
+from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, Grid, extent, grid_of, least_tiles
 from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, TensorView, covered_rectangles, view_of
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
@@ -84,7 +82,6 @@ def shares(size: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def cut(grid: Grid, parts: list[Rectangle]) -> int:
-    """Tiles that a part has a part of."""
     whole = grid.covered(None)
     return sum(int(np.sum((found > 0) & (found < whole))) for found in (grid.covered([part]) for part in parts))
 
@@ -92,19 +89,14 @@ def cut(grid: Grid, parts: list[Rectangle]) -> int:
 ODD_VOCABULARIES = [(32_003, 2048), (50_257, 768), (50_265, 1024), (256_003, 2304)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks"),
-    [
-        *((shape, n) for shape, n in product(VOCABULARIES, RANKS) if not shape[0] % n),
-        *product(ODD_VOCABULARIES, (2, 4, 8, 16)),
-    ],
-)
-def test_ranks_that_share_a_vocabulary_cut_no_tile(shape: tuple[int, int], ranks: int) -> None:
+def test_ranks_that_share_a_vocabulary_cut_no_tile() -> None:
     """vLLM gives each the same number of rows, once there are so many that 64 divides them."""
-    rows, columns = shape
-    padded = (rows + 63) // 64 * 64
-    parts = [(min(first, rows), min(last, rows), 0, columns) for first, last in shares(padded, ranks)]
-    assert cut(grid_of(shape), [part for part in parts if part[0] < part[1]]) == 0
+    even = [(shape, ranks) for shape, ranks in product(VOCABULARIES, RANKS) if not shape[0] % ranks]
+    for (rows, columns), ranks in [*even, *product(ODD_VOCABULARIES, (2, 4, 8, 16))]:
+        padded = (rows + 63) // 64 * 64
+        parts = [(min(first, rows), min(last, rows), 0, columns) for first, last in shares(padded, ranks)]
+        held = [part for part in parts if part[0] < part[1]]
+        assert cut(grid_of((rows, columns)), held) == 0, (rows, columns, ranks)
 
 
 SHARED = [*product(MATRICES, RANKS), *product(SMALL_MATRICES, (3,)), ((576, 1536), 2), ((576, 1536), 4)]
@@ -116,100 +108,34 @@ STACKED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [(*row, dim) for row in SHARED for dim in ((0,) if row[0] == SMALL_ROWS else (0, 1)) if not row[0][dim] % row[1]],
-)
-def test_ranks_that_share_a_matrix_cut_no_tile(shape: tuple[int, int], ranks: int, dim: int) -> None:
-    """By rows, or by columns."""
-    rows, columns = shape
-    every = {
-        0: [(*part, 0, columns) for part in shares(rows, ranks)],
-        1: [(0, rows, *part) for part in shares(columns, ranks)],
-    }
-    assert cut(grid_of(shape), every[dim]) == 0
+def test_ranks_that_share_a_matrix_or_a_vector_cut_no_tile() -> None:
+    for (rows, columns), ranks in SHARED:
+        grid = grid_of((rows, columns))
+        if not rows % ranks:
+            assert cut(grid, [(*part, 0, columns) for part in shares(rows, ranks)]) == 0, (rows, columns, ranks)
+        if not columns % ranks and (rows, columns) != SMALL_ROWS:
+            assert cut(grid, [(0, rows, *part) for part in shares(columns, ranks)]) == 0, (rows, columns, ranks)
+    for size, ranks in product([96, 576, 28_672, 151_936, 3 * 2**20], RANKS):
+        assert size % ranks or cut(grid_of((size,)), [(0, 1, *part) for part in shares(size, ranks)]) == 0, size
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [(shape, n, dim) for shape, n in STACKED for dim in (-3, -2, -1) if not shape[dim] % n],
-)
-def test_ranks_that_share_stacked_experts_cut_no_tile(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+@pytest.mark.parametrize("dim", [-3, -2, -1])
+def test_ranks_that_share_stacked_experts_cut_no_tile(dim: int) -> None:
     """By experts, or each expert by rows or by columns."""
-    grid, (rows, columns), height = grid_of(shape), extent(shape), shape[-2]
-    whole, total = grid.covered(None), 0
-    for rank in range(ranks):
-        held: list[Rectangle] = [(0, rows, *shares(columns, ranks)[rank])]
-        if dim < -1:
-            # Experts that follow each other, or so many rows of each.
-            block = shape[-3] * height if dim == -3 else height
-            first, last = shares(block, ranks)[rank]
-            held = [(top + first, top + last, 0, columns) for top in range(0, rows, block)]
-        found = grid.covered(held)
-        assert np.all((found == 0) | (found == whole))
-        total += int(found.sum())
-    assert total == whole.sum()
-
-
-@pytest.mark.parametrize(
-    ("size", "ranks"), [row for row in product([96, 576, 28_672, 151_936, 3 * 2**20], RANKS) if not row[0] % row[1]]
-)
-def test_ranks_that_share_a_vector_cut_no_tile(size: int, ranks: int) -> None:
-    assert cut(grid_of((size,)), [(0, 1, *part) for part in shares(size, ranks)]) == 0
-
-
-@given(shapes=st.lists(SHAPES, min_size=1, max_size=4), threads=st.integers(1, 5))
-def test_threads_share_all_bands_in_order(shapes: list[tuple[int, ...]], threads: int) -> None:
-    grids = [grid_of(shape) for shape in shapes]
-    with many_threads(threads):
-        shares = shares_of_threads(grids)
-    bands = [(number, band) for share in shares for number, span in share for band in range(span.first, span.last)]
-    assert bands == [(number, band) for number, grid in enumerate(grids) for band in range(grid.bands)]
-    assert all(share and all(span.first < span.last for _, span in share) for share in shares)
-    assert 1 <= len(shares) <= threads
-
-
-def test_threads_share_small_tensors_without_a_look_at_each_for_each_thread() -> None:
-    looks = 0
-
-    class Grids(list[Grid]):
-        def __getitem__(self, place: Any) -> Any:
-            nonlocal looks
-            looks += 1
-            return super().__getitem__(place)
-
-    with many_threads(4):
-        assert len(shares_of_threads(Grids([grid_of((64,))] * 1000))) == 4
-    assert looks < 100
-
-
-def test_threads_have_about_as_much_to_do() -> None:
-    grids = [grid_of(shape) for shape in ((64,), (1536, 576), (4096, 4096), (576, 1536), (49_152, 576))]
-    whole = sum(grid.numel for grid in grids)
-    with many_threads(4):
-        shares = shares_of_threads(grids)
-    for share in shares:
-        rows = [(grids[number], grids[number].row_edges[[span.first, span.last]]) for number, span in share]
-        elements = sum(int(edges[1] - edges[0]) * grid.columns for grid, edges in rows)
-        assert abs(elements - whole / 4) < whole / 100
-
-
-@given(shape=st.tuples(st.integers(1, 90), st.integers(64, 90)), data=st.data())
-def test_what_rectangles_cover_is_counted(shape: tuple[int, int], data: st.DataObject) -> None:
-    rows, columns = shape
-    grid = Grid(
-        np.array(sorted({0, rows, *data.draw(st.lists(st.integers(1, rows), max_size=4))})),
-        np.array(sorted({0, columns, *data.draw(st.lists(st.integers(1, columns), max_size=4))})),
-    )
-    down = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=4))})
-    along = sorted({0, columns, *data.draw(st.lists(st.integers(0, columns), max_size=4))})
-    every = [(*band, *part) for band in pairwise(down) for part in pairwise(along)]
-    chosen = data.draw(st.lists(st.sampled_from(every), unique=True))
-    held = np.zeros(shape, np.bool_)
-    for top, bottom, left, right in chosen:
-        held[top:bottom, left:right] = True
-    counted = [int(held[tile.top : tile.bottom, tile.left : tile.right].sum()) for tile in tiles_of(grid)]
-    assert grid.covered(chosen).reshape(-1).tolist() == counted
+    for shape, ranks in ((shape, ranks) for shape, ranks in STACKED if not shape[dim] % ranks):
+        grid, (rows, columns), height = grid_of(shape), extent(shape), shape[-2]
+        whole, total = grid.covered(None), 0
+        for rank in range(ranks):
+            held: list[Rectangle] = [(0, rows, *shares(columns, ranks)[rank])]
+            if dim < -1:
+                # Experts that follow each other, or so many rows of each.
+                block = shape[-3] * height if dim == -3 else height
+                first, last = shares(block, ranks)[rank]
+                held = [(top + first, top + last, 0, columns) for top in range(0, rows, block)]
+            found = grid.covered(held)
+            assert np.all((found == 0) | (found == whole)), (shape, ranks)
+            total += int(found.sum())
+        assert total == whole.sum(), (shape, ranks)
 
 
 # Views as rectangles
@@ -228,21 +154,6 @@ def test_rectangles_of_boxes_are_what_the_boxes_have(data: st.DataObject, shape:
             wanted[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.shape, strict=True))] = True
             views.append(view_of(box))
     assert_covers(spec, covered_rectangles(spec, views), wanted.reshape(-1))
-
-
-@given(
-    shape=st.sampled_from([(300,), (12, 70), (3, 20, 30), (4, 6, 64), (40, 9)]),
-    ends=st.lists(st.integers(0, 2520), min_size=2, max_size=6),
-)
-def test_rectangles_of_flat_ranges_are_what_the_ranges_have(shape: tuple[int, ...], ends: list[int]) -> None:
-    """Such as ZeRO gives its ranks: they begin and end within rows."""
-    spec = TensorSpec("t", "BF16", shape)
-    edges = sorted({min(end, spec.numel) for end in ends})
-    wanted, views = np.zeros(spec.numel, np.bool_), []
-    for first, last in list(pairwise(edges))[::2]:
-        wanted[first:last] = True
-        views.append(TensorView(first, (last - first,), (1,)))
-    assert_covers(spec, covered_rectangles(spec, views), wanted)
 
 
 def assert_covers(spec: TensorSpec, found: tuple[Rectangle, ...] | None, wanted: np.ndarray) -> None:

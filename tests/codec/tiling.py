@@ -47,7 +47,6 @@ def one_step(shape: tuple[int, ...], seed: int, share: float = 0.02) -> tuple[Te
 
 
 def all_trained(table: TensorTable, share: float = 0.02) -> tuple[list[Bits], list[Bits]]:
-    """Bits of all tensors before and after a step."""
     pairs = [trained(spec.shape, number, spec.dtype, share) for number, spec in enumerate(table)]
     return [old for old, _ in pairs], [new for _, new in pairs]
 
@@ -81,24 +80,12 @@ def encoded(
     return encode(changes_between(table, old, new), table, codec, how, CONTEXT, whole(old))
 
 
-def block(
-    table: TensorTable,
-    tables: bytes,
-    streams: bytes,
-    counts: Sequence[int],
-    codec: Codec = "plain",
-    how: Compression = "none",
-) -> bytes:
+def block(table: TensorTable, tables: bytes, streams: bytes, counts: Sequence[int], codec: Codec = "plain") -> bytes:
     """An object of one block of all tensors, with these very bytes."""
     metadata = {
-        "format_version": 2,
-        "run": CONTEXT.run,
-        "version": 1,
-        "base_version": 0,
-        "codec": codec,
-        "compression": how,
+        "format_version": 2, "run": CONTEXT.run, "version": 1, "base_version": 0, "codec": codec, "compression": "none",
         "blocks": [{"dtype": table[0].dtype, "kind": "tiles"}],
-    }
+    }  # fmt: skip
     arrays: Arrays = {
         "@0.ids": ("U32", np.arange(len(table), dtype=np.uint32)),
         "@0.counts": ("U64", np.array(counts, np.uint64)),
@@ -110,7 +97,6 @@ def block(
 
 
 def flat(changes: Changes) -> dict[int, tuple[np.ndarray, Bits]]:
-    """Positions and distances by tensor id."""
     return {tensor: (where, data) for group in changes.sparse for tensor, where, data in group.tensors()}
 
 

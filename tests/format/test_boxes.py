@@ -30,7 +30,6 @@ def ranges(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...]]:
 
 
 def cut(box: Box) -> np.ndarray:
-    """Global flat positions of the box's elements, by taking them."""
     found: np.ndarray = np.arange(math.prod(box.whole)).reshape(box.whole)
     for axis, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
         found = np.take(found, range(start, start + size), axis)

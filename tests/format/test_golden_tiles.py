@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.codec.tiling import numbers_of
 from tests.format.test_golden import assert_moved, same_group
 from tests.golden.regenerate import TILES, tiles_versions, write_tiles
 from tests.support.reference_tiles import entries_of, read_object
@@ -33,13 +32,6 @@ def objects_of(run: Run, version: int) -> list[bytes]:
     return [bytes(run.fetch(ref)) for ref in run.manifest(version).objects]
 
 
-def numbers_by_tensor(data: bytes) -> dict[int, list[int]]:
-    """By tensor id, the numbers of its tiles: each tensor is a block of its own."""
-    metadata, entries = entries_of(data)
-    blocks = range(len(metadata["blocks"]))
-    return {int.from_bytes(entries[f"@{block}.ids"], "little"): numbers_of(data, block) for block in blocks}
-
-
 def test_expected_tensors_are_pinned_by_their_bytes() -> None:
     content = b"".join(bits.tobytes() for version in tiles_versions() for bits in version)
     assert sha256(content).hexdigest() == TENSORS
@@ -58,33 +50,6 @@ def test_the_reader_gets_what_was_published(run: Run) -> None:
         ("tiled", "zstd", False),
         ("tiled", "none", False),
         ("tiled", "none", False),
-    ]
-
-
-def test_tiles_of_each_kind_are_there(run: Run) -> None:
-    """With classes, plain, and without a change; also beside each other, where a rank cut one."""
-    coded, plain, same = 0, 1, None
-    kinds = [
-        {
-            tensor: [number >> 31 if number else same for number in numbers]
-            for tensor, numbers in numbers_by_tensor(data).items()
-        }
-        for version in (1, 2, 3)
-        for data in objects_of(run, version)
-    ]
-    assert len(kinds) == 4
-    for of_one_rank in kinds[:2]:
-        # Of the third tensor classes would cost more than they save; the last one is small.
-        assert of_one_rank == {
-            0: [same, coded], 1: [coded] * 2, 2: [plain] * 16, 3: [coded], 4: [coded] * 9, 5: [plain]
-        }  # fmt: skip
-    of_ranks = kinds[2:]
-    assert [rank[0] for rank in of_ranks] == [[same, plain]] * 2
-    assert [rank[1] for rank in of_ranks] == [[coded, plain], [same, plain]]
-    assert [rank[2] for rank in of_ranks] == [[plain] * 10 + [same] * 6, [same] * 9 + [plain] * 7]
-    assert [rank[4] for rank in of_ranks] == [
-        [coded] * 3 + [plain] * 3 + [same] * 3,
-        [same] * 3 + [plain] * 3 + [coded] * 3,
     ]
 
 

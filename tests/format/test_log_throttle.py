@@ -11,8 +11,6 @@ logger = logging.getLogger("tests.log_throttle")
 
 
 class Clock:
-    """Stands for the monotonic clock."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
