@@ -6,10 +6,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.architectures import Plain, adamw, train
+from tests.support.fixed_examples import few_by_default
 from tests.support.publishing import assert_versions, published
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from trainer_side import Publisher
@@ -53,7 +54,7 @@ def check_round_trip(
 
 
 @given(st.sampled_from(sorted(DTYPES)), st.sampled_from(WAYS), st.data())
-@settings(max_examples=max(75, settings().max_examples))  # 16 dtypes, each in five ways
+@few_by_default(75)  # 16 dtypes, each in five ways
 def test_any_patterns_of_any_dtype(dtype: str, way: tuple[Codec, Compression], data: st.DataObject) -> None:
     table = TensorTable([TensorSpec("w", dtype, (2, 15)), TensorSpec("v", dtype, (30,)), TensorSpec("s", dtype, ())])
     values = st.lists(patterns(dtype), min_size=30, max_size=30)

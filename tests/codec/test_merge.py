@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.fixed_examples import few_by_default
 from tests.support.merging import merged
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from vllm_delta_sync.codec import delta_reader as reading
@@ -126,7 +127,7 @@ def assert_same(parts: list[Changes], others: list[Changes]) -> None:
 
 @given(histories())
 # What lies between two versions is of five kinds, for each of four tensors.
-@settings(max_examples=max(75, settings().max_examples))
+@few_by_default(75)
 def test_one_apply_does_what_many_do(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
     check_merge(*history)
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.support import reference_tiles as reference
 from vllm_delta_sync.codec.tiles.alphabets import GAP_TOKENS, LONGEST, SYMBOLS
 from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, overfull
-from vllm_delta_sync.codec.tiles.shared_kernels import token_of
 
 COUNTS = st.one_of(
     st.lists(st.integers(0, 1000), min_size=1, max_size=SYMBOLS),
@@ -64,18 +63,6 @@ def test_codes_are_short_and_near_the_best(counts: list[int]) -> None:
         assert cost(counts, lengths) <= 1.01 * best_cost(counts)
     else:
         assert used == [1] * len(used)
-
-
-@given(st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 63).map(lambda bit: 2**bit)))
-@example(2**64 - 1)
-@example(7)
-@example(8)
-def test_tokens_are_those_of_the_specification(value: int) -> None:
-    token, raw = reference.token_of(value)
-    assert int(token_of(np.uint64(value))) == token < SYMBOLS
-    least, bits = reference.least_of(token)
-    assert (bits, least + (value & ((1 << raw) - 1))) == (raw, value)
-    assert RAW[token] == raw
 
 
 def test_all_gaps_of_a_tile_have_a_token() -> None:

@@ -32,6 +32,7 @@ from tests.codec.tiling import (
     whole,
 )
 from tests.support import reference_tiles as reference
+from tests.support.fixed_examples import few_by_default
 from tests.support.running import run_python
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import BlockEntries
@@ -76,6 +77,7 @@ def small_are_plain(classes_in_small_tensors: None, monkeypatch: pytest.MonkeyPa
 
 
 @given(data=st.data(), codec=st.sampled_from(CODECS), dtype=st.sampled_from(sorted(DTYPES)))
+@few_by_default(15)
 def test_what_is_encoded_comes_back_and_is_what_the_specification_reads(
     data: st.DataObject, codec: Codec, dtype: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""The committed run: today's reader gets the tensors it was made from, today's writer makes the same bytes."""
+"""The committed runs: today's reader gets the tensors it was made from, today's writer makes the same bytes."""
 
 import json
 from hashlib import sha256
@@ -7,18 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.golden.regenerate import (
-    DIRECTORY,
-    KINDS,
-    SIGNED,
-    TREE,
-    key_pair,
-    table,
-    versions,
-    write,
-    write_signed,
-    write_tree,
-)
+from tests.golden import regenerate
+from tests.golden.regenerate import DIRECTORY, KINDS, SIGNED, TILES, TREE, key_pair, table, versions
 from tests.support.reference import moved
 from tests.support.reference_tiles import read_object
 from tests.support.signed import assert_all_signed
@@ -28,19 +18,21 @@ from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.errors import SignatureError
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.torch_views import bits_of
 from vllm_delta_sync.trust import Keyring
 
 FINGERPRINTS = [
-    "291827a3b04e1109c22c962c4026f63d",
-    "642fcb47f207fd470d16db5ecfaf92e6",
-    "1212eb647683fa55d9a7bffc8ecfa9ef",
-    "a678f622346c78f7883dd3a723322fb8",
-    "a678f622346c78f7883dd3a723322fb8",
-    "478bf69514344fe5f60e50edb3396b09",
-]
+    "291827a3b04e1109c22c962c4026f63d", "642fcb47f207fd470d16db5ecfaf92e6", "1212eb647683fa55d9a7bffc8ecfa9ef",
+    "a678f622346c78f7883dd3a723322fb8", "a678f622346c78f7883dd3a723322fb8", "478bf69514344fe5f60e50edb3396b09",
+]  # fmt: skip
 TENSORS = "12fb934cee37599301e3b249bdebefefcc654746770dbe932902fef0942743d2"
+TILES_FINGERPRINTS = [
+    "8eb4480a8a9ddf3ba0b957dd1ce50e7d", "82d0fdc1b84c6ae99da3376df29ade43", "2baccd42aefde04c20028d4423bf3518",
+    "e14c59a2e7eae867ac6c33e2f09da4aa",
+]  # fmt: skip
+TILES_TENSORS = "244faa2fa098ec22543f9a3ef2fafae2c9e7e3fc68e61ebc85621354bbdcbcf7"
 WITHOUT_ZSTD = [
     "run.json",
     "tensors.json",
@@ -60,30 +52,35 @@ def run() -> Run:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("golden") / "run"
-    write(directory)
+    regenerate.write(directory)
     return directory
 
 
-def test_the_reader_gets_what_was_published(run: Run) -> None:
-    for version, expected in enumerate(versions()):
+@pytest.fixture(scope="module")
+def tiles() -> Run:
+    """In codec tiled."""
+    return open_run(str(TILES))
+
+
+def check_run(run: Run, expected: list[list[Bits]], fingerprints: list[str], digest: str) -> None:
+    """Each version has the tensors that it was made from, which are pinned by their bytes, and the run verifies."""
+    assert sha256(b"".join(bits.tobytes() for version in expected for bits in version)).hexdigest() == digest
+    for version, tensors in enumerate(expected):
         state = run.snapshot(version)
-        assert all(np.array_equal(found, bits) for found, bits in zip(state.bits, expected, strict=True))
-        assert state.fingerprint.hex() == FINGERPRINTS[version]
+        assert all(np.array_equal(found, bits) for found, bits in zip(state.bits, tensors, strict=True))
+        assert state.fingerprint.hex() == fingerprints[version]
     last = dict(run.tensors())
-    assert [bits_of(last[spec.name]).tobytes() for spec in run.table] == [bits.tobytes() for bits in versions()[-1]]
+    assert [bits_of(last[spec.name]).tobytes() for spec in run.table] == [bits.tobytes() for bits in expected[-1]]
+    report, count = run.verify(), len(expected)
+    assert (report.versions, report.head, report.replayed, report.notes) == (count, count - 1, True, [])
 
 
-def test_expected_tensors_are_pinned_by_their_bytes() -> None:
-    content = b"".join(bits.tobytes() for version in versions() for bits in version)
-    assert sha256(content).hexdigest() == TENSORS
+def test_the_reader_gets_what_was_published(run: Run, tiles: Run) -> None:
+    check_run(run, versions(), FINGERPRINTS, TENSORS)
+    check_run(tiles, regenerate.tiles_versions(), TILES_FINGERPRINTS, TILES_TENSORS)
 
 
-def test_the_run_verifies(run: Run) -> None:
-    report = run.verify()
-    assert (report.versions, report.head, report.replayed, report.notes) == (len(KINDS), 5, True, [])
-
-
-def test_each_kind_is_there(run: Run) -> None:
+def test_each_kind_is_there(run: Run, tiles: Run) -> None:
     log = list(run.log())
     assert [manifest.kind for manifest in log] == ["anchor"] + ["delta"] * 5
     ways = [(manifest.codec, manifest.compression) for manifest in log[1:4]]
@@ -93,6 +90,9 @@ def test_each_kind_is_there(run: Run) -> None:
     assert [spec.id for spec in run.changes(log[5]).full] == [0, 5]
     assert sorted(_kinds(run, 5)) == ["full", "full", "tiles", "tiles", "tiles"]
     assert set(_kinds(run, 1)) == set(_kinds(run, 2)) == {"tiles"}
+    assert _kinds(tiles, 2) == ["tiles"] * 6
+    ways = [(item.codec, item.compression, item.reversible) for item in list(tiles.log())[1:]]
+    assert ways == [("tiled", how, False) for how in ("zstd", "none", "none")]
 
 
 def _kinds(run: Run, version: int) -> list[str]:
@@ -100,17 +100,27 @@ def _kinds(run: Run, version: int) -> list[str]:
     return [block["kind"] for block in json.loads(Container(data).metadata["delta_sync"])["blocks"]]
 
 
-@pytest.mark.parametrize("version", [1, 2, 5])
-def test_the_specification_reads_the_same(version: int, run: Run) -> None:
-    """Whose tiles are plain: no bits of the version before are needed."""
-    before, after = versions()[version - 1 : version + 1]
-    data = run.fetch(run.manifest(version).objects[0])
-    found = read_object(data, [(spec.dtype, spec.shape) for spec in run.table], None)
-    whole = {full.id for full in run.changes(run.manifest(version)).full}
-    changed = {tensor for tensor in range(len(run.table)) if not np.array_equal(before[tensor], after[tensor])}
+def objects_of(run: Run, version: int) -> list[bytes]:
+    return [bytes(run.fetch(ref)) for ref in run.manifest(version).objects]
+
+
+@pytest.mark.parametrize(("tiled", "version"), [(False, 1), (False, 2), (False, 5), (True, 1), (True, 2), (True, 3)])
+def test_the_specification_reads_the_same(tiled: bool, version: int, run: Run, tiles: Run) -> None:
+    """Where tiles are plain, no bits of the version before are needed."""
+    source, expected = (tiles, regenerate.tiles_versions()) if tiled else (run, versions())
+    before, after = expected[version - 1 : version + 1]
+    rows = [(spec.dtype, spec.shape) for spec in source.table]
+    found: dict[int, dict[int, int]] = {}
+    for data in objects_of(source, version):
+        for tensor, steps in read_object(data, rows, before.__getitem__ if tiled else None).items():
+            assert not found.get(tensor, {}).keys() & steps.keys()
+            found[tensor] = found.get(tensor, {}) | steps
+    whole = set() if tiled else {full.id for full in run.changes(run.manifest(version)).full}
+    changed = {tensor for tensor in range(len(rows)) if not np.array_equal(before[tensor], after[tensor])}
     assert found.keys() == changed - whole
+    assert not tiled or len(found) == len(rows)
     for tensor, steps in found.items():
-        assert_moved(run.table[tensor], before[tensor], after[tensor], steps)
+        assert_moved(source.table[tensor], before[tensor], after[tensor], steps)
 
 
 def assert_moved(spec: TensorSpec, before: np.ndarray, after: np.ndarray, steps: dict[int, int]) -> None:
@@ -148,6 +158,22 @@ def same_group(one: Sparse, two: Sparse) -> bool:
     return (one.dtype, one.relative) == (two.dtype, two.relative)
 
 
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_the_writer_of_tiles_writes_what_reads_the_same(version: int, tmp_path: Path, tiles: Run) -> None:
+    # Classes are chosen by logarithms, which the last bit of a library may change, and with them the bytes.
+    regenerate.write_tiles(tmp_path / "run")
+    context = DeltaContext(tiles.info.run, version, version - 1)
+    old = regenerate.tiles_versions()[version - 1]
+
+    def read(source: Run) -> list[Changes]:
+        objects = objects_of(source, version)
+        return [decode(data, source.table, context, lambda tensor: BaseTensor(old[tensor])) for data in objects]
+
+    for one, two in zip(read(open_run(str(tmp_path / "run"))), read(tiles), strict=True):
+        assert one.fingerprints == two.fingerprints
+        assert all(same_group(left, right) for left, right in zip(one.sparse, two.sparse, strict=True))
+
+
 def test_the_golden_run_is_small_and_complete() -> None:
     files = [path for path in DIRECTORY.rglob("*") if path.is_file()]
     assert len(files) == 3 + 2 * len(KINDS) - 1  # what changes nothing has no object
@@ -170,7 +196,7 @@ def test_what_lies_beside_the_chain_is_read() -> None:
 
 
 def test_the_tree_is_written_with_the_same_documents(tmp_path: Path) -> None:
-    write_tree(tmp_path / "tree")
+    regenerate.write_tree(tmp_path / "tree")
     for path in TREE.rglob("*.json"):
         ours = json.loads((tmp_path / "tree" / path.relative_to(TREE)).read_bytes())
         golden = json.loads(path.read_bytes())
@@ -202,6 +228,6 @@ def test_signatures_are_over_the_bytes_that_the_format_says() -> None:
 
 
 def test_signed_documents_are_written_byte_by_byte(tmp_path: Path) -> None:
-    write_signed(tmp_path)
+    regenerate.write_signed(tmp_path)
     for key in ("run.json", "versions/0000000000.json", "versions/0000000001.json"):
         assert (tmp_path / key).read_bytes() == (SIGNED / key).read_bytes()

@@ -47,7 +47,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "codec/test_tiles.py",
         "codec/test_tiles_hostile.py",
         "codec/test_tile_parts.py",
-        "format/test_golden_tiles.py",
+        "format/test_golden.py",
     ),
     "vllm_delta_sync/codec/tiles/grid.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
     "vllm_delta_sync/codec/tiles/held_parts.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
@@ -56,7 +56,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "vllm_delta_sync/codec/tiles/shared_kernels.py": (
         "codec/test_prefix_code.py",
         "codec/test_tiles.py",
-        "format/test_golden_tiles.py",
+        "format/test_golden.py",
     ),
     "vllm_delta_sync/codec/tiles/encode_kernels.py": ("codec/test_tiles.py", "codec/test_tile_parts.py"),
     "vllm_delta_sync/codec/tiles/decode_kernels.py": (

@@ -58,63 +58,42 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"x")
 
 
-# Name → folder of the weights below the watched one, files beside it, names and steps that are found
-LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, int]]] = {
+# Name → folder of the weights below the watched one, name and step that are found, files beside it
+LAYOUTS: dict[str, tuple[str, str, int, str]] = {
     "transformers": (
-        "checkpoint-100",
-        ("checkpoint-100/optimizer.pt", "checkpoint-100/rng_state.pth", "training_args.bin"),
-        ("checkpoint-100", 100),
+        "checkpoint-100", "checkpoint-100", 100,
+        "checkpoint-100/optimizer.pt checkpoint-100/rng_state.pth training_args.bin",
     ),
-    "ms-swift": ("v0-20250101-101010/checkpoint-100", ("v0-20250101-101010/args.json",), ("checkpoint-100", 100)),
+    "ms-swift": ("v0-20250101-101010/checkpoint-100", "checkpoint-100", 100, "v0-20250101-101010/args.json"),
     "verl": (
-        "global_step_10/actor/huggingface",
-        (
-            "latest_checkpointed_iteration.txt",
-            "global_step_10/data.pt",
-            "global_step_10/actor/model_world_size_2_rank_0.pt",
-            "global_step_10/actor/optim_world_size_2_rank_0.pt",
-            "global_step_10/critic/huggingface/model.safetensors",
-        ),
-        ("global_step_10", 10),
+        "global_step_10/actor/huggingface", "global_step_10", 10,
+        "latest_checkpointed_iteration.txt global_step_10/data.pt global_step_10/actor/model_world_size_2_rank_0.pt "
+        "global_step_10/actor/optim_world_size_2_rank_0.pt global_step_10/critic/huggingface/model.safetensors",
     ),
-    "OpenRLHF": (
-        "checkpoints_ppo/global_step100_hf",
-        ("checkpoints_ppo/_actor/latest",),
-        ("global_step100_hf", 100),
-    ),
+    "OpenRLHF": ("checkpoints_ppo/global_step100_hf", "global_step100_hf", 100, "checkpoints_ppo/_actor/latest"),
     "NeMo-RL": (
-        "step_10/policy/weights/model/consolidated",
-        (
-            "step_10/policy/weights/model/shard-00001-model-00001-of-00001.safetensors",
-            "step_10/policy/optimizer/optim/__0_0.distcp",
-            "step_10/policy/tokenizer/tokenizer.json",
-            "step_10/value/weights/model/consolidated/model.safetensors",
-            "step_10/training_info.json",
-        ),
-        ("step_10", 10),
+        "step_10/policy/weights/model/consolidated", "step_10", 10,
+        "step_10/policy/weights/model/shard-00001-model-00001-of-00001.safetensors step_10/training_info.json "
+        "step_10/policy/optimizer/optim/__0_0.distcp step_10/policy/tokenizer/tokenizer.json "
+        "step_10/value/weights/model/consolidated/model.safetensors",
     ),
     "NeMo AutoModel": (
-        "epoch_0_step_20/model/consolidated",
-        ("epoch_0_step_20/optim/__0_0.distcp", "epoch_0_step_20/rng/rng_dp_rank_0.pt"),
-        ("epoch_0_step_20", 20),
+        "epoch_0_step_20/model/consolidated", "epoch_0_step_20", 20,
+        "epoch_0_step_20/optim/__0_0.distcp epoch_0_step_20/rng/rng_dp_rank_0.pt",
     ),
-    "SkyRL": ("global_step_5/policy", ("global_step_5/critic/model.safetensors",), ("global_step_5", 5)),
-    "prime-rl": ("weights/step_10", ("weights/step_10/STABLE",), ("step_10", 10)),
-    "torchtitan": ("checkpoint/step-500", (), ("step-500", 500)),
-    "AReaL": (
-        "checkpoints/me/a/trial0/default/epoch0epochstep9globalstep9",
-        (),
-        ("epoch0epochstep9globalstep9", 9),
-    ),
-    "torchtune": ("epoch_1", ("epoch_1/recipe_state.pt",), ("epoch_1", 1)),
-}
+    "SkyRL": ("global_step_5/policy", "global_step_5", 5, "global_step_5/critic/model.safetensors"),
+    "prime-rl": ("weights/step_10", "step_10", 10, "weights/step_10/STABLE"),
+    "torchtitan": ("checkpoint/step-500", "step-500", 500, ""),
+    "AReaL": ("checkpoints/me/a/trial0/default/epoch0epochstep9globalstep9", "epoch0epochstep9globalstep9", 9, ""),
+    "torchtune": ("epoch_1", "epoch_1", 1, "epoch_1/recipe_state.pt"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("trainer", LAYOUTS)
 def test_layouts_of_trainers(trainer: str, tmp_path: Path) -> None:
-    below, beside, (name, step) = LAYOUTS[trainer]
+    below, name, step, beside = LAYOUTS[trainer]
     write_checkpoint(tmp_path / below, weights(0), sharded=True)
-    touch(tmp_path, *beside)
+    touch(tmp_path, *beside.split())
     (tmp_path / "LATEST").symlink_to((tmp_path / below).relative_to(tmp_path).parts[0])
     (found,) = find_checkpoints(tmp_path)
     assert (Path(found.name).name, found.step, found.path, found.reason) == (name, step, tmp_path / below, "")
@@ -124,35 +103,28 @@ def test_layouts_of_trainers(trainer: str, tmp_path: Path) -> None:
 
 
 # Files below the watched folder, the folder that is named, and the beginning of the reason
-UNREADABLE: list[tuple[tuple[str, ...], str, str]] = [
-    (("checkpoint-5/pytorch_model.bin", "checkpoint-5/training_args.bin"), "checkpoint-5", "pytorch_model.bin is not"),
+UNREADABLE: list[tuple[str, str, str]] = [
+    ("checkpoint-5/pytorch_model.bin checkpoint-5/training_args.bin", "checkpoint-5", "pytorch_model.bin is not"),
     (
-        (
-            "global_step_10/actor/model_world_size_2_rank_0.pt",
-            "global_step_10/actor/huggingface/config.json",
-            "global_step_10/critic/model_world_size_2_rank_0.pt",
-        ),
-        "global_step_10",
-        "actor/model_world_size_2_rank_0.pt is not",
+        "global_step_10/actor/model_world_size_2_rank_0.pt global_step_10/actor/huggingface/config.json "
+        "global_step_10/critic/model_world_size_2_rank_0.pt",
+        "global_step_10", "actor/model_world_size_2_rank_0.pt is not",
     ),
-    (("global_step_10/actor/dist_ckpt/__0_0.distcp",), "global_step_10", "actor/dist_ckpt/__0_0.distcp is not"),
+    ("global_step_10/actor/dist_ckpt/__0_0.distcp", "global_step_10", "actor/dist_ckpt/__0_0.distcp is not"),
     (
-        ("_actor/latest", "_actor/global_step100/mp_rank_00_model_states.pt"),
-        "_actor/global_step100",
-        "mp_rank_00_model_states.pt is not",
+        "_actor/latest _actor/global_step100/mp_rank_00_model_states.pt",
+        "_actor/global_step100", "mp_rank_00_model_states.pt is not",
     ),
-    (("checkpoint-5/adapter_model.safetensors",), "checkpoint-5", "adapter_model.safetensors is not"),
-    (("step_3/model-00001-of-00002.safetensors",), "step_3", "model-00001-of-00002.safetensors is not"),
-    (("step_3/config.json", "step_3/states/data.pt"), "step_3", "it holds no weights"),
-    (("_critic/global_step100/mp_rank_00_model_states.pt",), "_critic", "by its name it holds another model"),
-]
+    ("checkpoint-5/adapter_model.safetensors", "checkpoint-5", "adapter_model.safetensors is not"),
+    ("step_3/model-00001-of-00002.safetensors", "step_3", "model-00001-of-00002.safetensors is not"),
+    ("step_3/config.json step_3/states/data.pt", "step_3", "it holds no weights"),
+    ("_critic/global_step100/mp_rank_00_model_states.pt", "_critic", "by its name it holds another model"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "name", "reason"), UNREADABLE)
-def test_what_cannot_be_published_is_named_with_its_reason(
-    files: tuple[str, ...], name: str, reason: str, tmp_path: Path
-) -> None:
-    touch(tmp_path, *files)
+def test_what_cannot_be_published_is_named_with_its_reason(files: str, name: str, reason: str, tmp_path: Path) -> None:
+    touch(tmp_path, *files.split())
     (found,) = find_checkpoints(tmp_path)
     assert found.name == name
     assert found.reason.startswith(reason)

@@ -76,14 +76,9 @@ def test_bits_are_placed_where_they_are_compared() -> None:
 
 
 WATCHED = (
-    "/diff/engine.py",
-    "/diff/device.py",
-    "/diff/compare_torch.py",
-    "/diff/buffers.py",
-    "/diff/reader.py",
-    "/diff/change_log.py",
-    "/tensors/segments.py",
-)
+    "/diff/engine.py", "/diff/device.py", "/diff/compare_torch.py", "/diff/buffers.py", "/diff/reader.py",
+    "/diff/change_log.py", "/tensors/segments.py",
+)  # fmt: skip
 
 
 class AtLine:
@@ -116,8 +111,17 @@ def interrupted(number: int, work: Callable[[], object]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["to a file", "in memory"])
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
+TO_FILE, IN_MEMORY = 0, 1 << 30
+SLOW = [(torch.bfloat16, IN_MEMORY), (torch.float32, TO_FILE), (torch.float16, IN_MEMORY)]
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        (torch.bfloat16, TO_FILE), (torch.float32, IN_MEMORY), (torch.float16, TO_FILE),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("hold", "size", "on_device"),
     [(HostBuffer, 2 * CHUNK_ELEMENTS + 300, False), (HostBuffer, 500, True), (device_held, 500, True)],
@@ -155,7 +159,7 @@ def test_interrupt_at_any_line(
         lines += 1
     assert lines > 30
     assert found.spool is not None
-    assert (found.spool.spilled > 0) == (limit == 0)
+    assert (found.spool.spilled > 0) == (limit == TO_FILE)
     assert np.array_equal(held.read(), new)
     found.revert(held)
     assert np.array_equal(held.read(), start)

@@ -222,19 +222,6 @@ def test_all_memory_can_be_made_before_the_first_version(on_device: bool) -> Non
     assert (waited.allocated, waited.pinned) == ([], [])
 
 
-def test_what_was_compared_can_be_dropped() -> None:
-    weights = Weights(["BF16", "F32"], [BATCH, 3000], True, SimulatedQueue(0))
-    weights.step(0.1)
-    for spec, held, live in zip(weights.specs, weights.held, weights.live, strict=True):
-        weights.comparer.add(spec, held, live, ChangeLog(spec.element))
-    weights.comparer.finish()
-    weights.comparer.drop()
-    for held, bits in zip(weights.held, weights.bits, strict=True):
-        assert np.array_equal(held.read(), bits)
-    weights.step(0.1)
-    weights.publish()
-
-
 @pytest.mark.parametrize("on_device", [True, False])
 def test_memory_is_given_back_at_the_end(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts keep a publisher that they have closed."""

@@ -30,14 +30,14 @@ SECONDS = 60
 """How long a thread may take to end on a busy machine; nothing waits that long otherwise."""
 
 
+def threads_of_ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("delta-sync")}
+
+
 @pytest.fixture
 def earlier() -> set[threading.Thread]:
     """Threads that tests before have left in this process."""
     return threads_of_ours()
-
-
-def threads_of_ours() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("delta-sync")}
 
 
 def assert_gone(*kept: weakref.ref[Any], earlier: set[threading.Thread]) -> None:
@@ -54,7 +54,7 @@ def assert_gone(*kept: weakref.ref[Any], earlier: set[threading.Thread]) -> None
 
 
 def references(*objects: Any) -> list[weakref.ref[Any]]:
-    return [weakref.ref(one) for one in objects]
+    return list(map(weakref.ref, objects))
 
 
 def plain() -> nn.Module:
@@ -148,9 +148,7 @@ def test_weight_transfer(
     url: str, tmp_path: Path, earlier: set[threading.Thread], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model("qwen3", **SIZES)
-    base = tmp_path / "base"
-    save_checkpoint(model, base)
-    transfer = DeltaWeightTransfer(url, base)
+    transfer = DeltaWeightTransfer(url, save_checkpoint(model, tmp_path / "base"))
     transfer.init_weight_transfer()
     move(model)
     transfer.send_weights(iter([(name, parameter.detach()) for name, parameter in model.named_parameters()]))
@@ -188,7 +186,6 @@ def test_callback_of_a_training_that_failed(
 
 
 def drop_on_every_rank(rank: int, size: int, url: str) -> Any:
-    """Drop the publisher that the ranks share, and go on with another one."""
     model = DistributedDataParallel(plain())
     publisher = Publisher(model, url)
     publisher.publish(step=1, wait=True)

@@ -288,12 +288,9 @@ def test_manifest_of_the_same_or_a_later_epoch_is_a_conflict(bucket: Hooked, tra
         newest = open_run(bucket.url).head()
         claims = [info.key for info in bucket.list(CLAIMS_PREFIX)]
         epoch = Claim.from_bytes(bucket.get(claims[-1])).epoch + ahead
-        theirs = newest.model_copy(
-            update={
-                "version": newest.version + 1, "kind": "delta", "base_version": newest.version, "epoch": epoch,
-                "parent": newest.digest, "objects": [], "changed": 0, "payload_bytes": 0, "tensor_fingerprints": None,
-            }
-        )  # fmt: skip
+        fields = {"version": newest.version + 1, "base_version": newest.version, "epoch": epoch, "kind": "delta"}
+        empty = {"objects": [], "changed": 0, "payload_bytes": 0, "tensor_fingerprints": None}
+        theirs = newest.model_copy(update={**fields, **empty, "parent": newest.digest})
         theirs._raw = None
         bucket.put(version_key(theirs.version), theirs.to_bytes())
         trainer.step()

@@ -123,27 +123,23 @@ def test_wrappers_inside_the_model_change_nothing(wrap: Callable[[Any], nn.Modul
         assert_holds(open_run(url), 0, load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
 
 
-REFUSED: dict[str, tuple[Callable[[], PeftModel], str]] = {
-    "dora": (lambda: adapted(qwen3(), use_dora=True), r"q_proj' has adapter 'default', a variant of LoRA \(DoraLinear"),
-    "bias": (
+REFUSED: list[tuple[Callable[[], PeftModel], str]] = [
+    (lambda: adapted(qwen3(), use_dora=True), r"q_proj' has adapter 'default', a variant of LoRA \(DoraLinear"),
+    (
         lambda: adapted(qwen3(attention_bias=True), target_modules=["q_proj"], lora_bias=True),
         "q_proj' has adapter 'default', LoRA with a bias",
     ),
-    "tied": (lambda: adapted(qwen3(), target_modules=["embed_tokens"]), "has a LoRA adapter and is tied to"),
-    "tokens": (
-        lambda: adapted(qwen3(), trainable_token_indices=[1, 2]),
-        "embed_tokens' is PEFT's TrainableTokensWrapper",
-    ),
-    "other method": (
+    (lambda: adapted(qwen3(), target_modules=["embed_tokens"]), "has a LoRA adapter and is tied to"),
+    (lambda: adapted(qwen3(), trainable_token_indices=[1, 2]), "embed_tokens' is PEFT's TrainableTokensWrapper"),
+    (
         lambda: get_peft_model(qwen3(), AdaLoraConfig(target_modules=TARGETS, total_step=10)),
         "carries PEFT adapters, of which 'default' is ADALORA, not LORA",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_merged_is_refused_by_name(case: str) -> None:
-    build, message = REFUSED[case]
+@pytest.mark.parametrize(("build", "message"), REFUSED)
+def test_what_cannot_be_merged_is_refused_by_name(build: Callable[[], PeftModel], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         live_tensors(build())
 
@@ -158,9 +154,8 @@ def test_an_adapter_is_a_run_of_its_own(url: str, tmp_path: Path) -> None:
     run = open_run(url)
     for version in (0, 1):
         assert_holds(run, version, load_file(tmp_path / str(version) / "adapter_model.safetensors"))
-    assert json.loads(run.file("adapter_config.json")) == json.loads(
-        (tmp_path / "1" / "adapter_config.json").read_text()
-    )
+    config = json.loads((tmp_path / "1" / "adapter_config.json").read_text())
+    assert json.loads(run.file("adapter_config.json")) == config
     assert model.peft_config["default"].inference_mode is False
     with adapter_publisher(model, f"{url}-other", adapter="other") as publisher:
         assert publisher.version == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.publishers import FailAt, Gated, Hook, Hooked, Once, Trainer, assert_holds, publish, small_trainer
+from tests.support.publishers import Gated, Hook, Hooked, Once, Trainer, assert_holds, publish, small_trainer
 from trainer_side import Publisher
 from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
@@ -136,14 +136,6 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(watched: Watch
     assert THREAD_NAME not in {thread.name for thread in set(threading.enumerate()) - others}
     assert len(listed(watched, MERGED_PREFIX) + listed(watched, ANCHORS_PREFIX)) <= 1
     assert_holds(watched, 16, trainer.live)
-
-
-def test_failed_start_leaves_no_thread(watched: Watched, trainer: Trainer) -> None:
-    watched.before = FailAt("versions/")
-    others = set(threading.enumerate())
-    with pytest.raises(StoreError, match="injected"):
-        Publisher(trainer.live, watched)
-    assert not {thread.name for thread in set(threading.enumerate()) - others} & {THREAD_NAME, "delta-sync-publisher"}
 
 
 AT_ONCE = RetentionPolicy(keep_last=1, min_age=0.0)

@@ -2,9 +2,10 @@
 the base is refused because its own weights do not give its bits."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from vllm_delta_sync.errors import GateError, ModelError, TensorMismatchError, U
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 Save = Callable[[PreTrainedModel, Path], Path]
-Q, K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
-UP, GATE = (f"model.layers.0.mlp.{part}_proj" for part in ("up", "gate"))
+K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "kv")
+UP = "model.layers.0.mlp.up_proj"
 SAVE: dict[str, Save] = {
     **{scheme: partial(save_quantized, scheme=scheme) for scheme in SCHEMES | SMALL_FLOATS},
     "modelopt nvfp4": save_modelopt,
@@ -64,25 +65,25 @@ def test_versions_are_what_the_tool_writes(url: str, tmp_path: Path, form: str) 
     expected = [load_file(base / "model.safetensors")]
     steps = train_steps(model, lr=1e-3)
     with Publisher(model, url, base=base) as publisher:
-        for version in range(1, 5):
+        for version in (1, 2):
             next(steps)
             assert publisher.publish(step=version, wait=True).version == version
             expected.append(load_file(SAVE[form](model, tmp_path / f"v{version}") / "model.safetensors"))
     # Taken over: the recipe is that of the run's own config.json.
     with Publisher(model, url) as publisher:
         next(steps)
-        publisher.publish(step=5, wait=True)
-        expected.append(load_file(SAVE[form](model, tmp_path / "v5") / "model.safetensors"))
+        publisher.publish(step=3, wait=True)
+        expected.append(load_file(SAVE[form](model, tmp_path / "v3") / "model.safetensors"))
     run = open_run(url)
     assert (run.manifest(0).kind, run.manifest(0).payload_bytes) == ("reference", 0)
-    assert [run.manifest(version).kind for version in range(1, 6)] == ["delta"] * 5
+    assert [run.manifest(version).kind for version in (1, 2, 3)] == ["delta"] * 3
     for version, tensors in enumerate(expected):
         assert_holds(run, version, tensors)
     assert run.verify().replayed
     codes = [name for name, tensor in expected[0].items() if tensor.element_size() == 1 and "scale" not in name]
     assert len(codes) == (4 if form.startswith("stacked") else 14)
     assert all(len({digest({name: tensors[name]}) for tensors in expected}) > 1 for name in codes)
-    assert len({digest({name: tensors[name] for name in codes}) for tensors in expected}) == 6
+    assert len({digest({name: tensors[name] for name in codes}) for tensors in expected}) == 4
 
 
 TOOLS = {
@@ -220,24 +221,6 @@ def test_the_gate_sees_what_is_not_finite_in_the_scales(url: str, tmp_path: Path
             publisher.flush()
 
 
-def test_fused_weights_share_the_scale_of_the_largest_and_others_have_their_own(url: str, tmp_path: Path) -> None:
-    model = small_model()
-    with torch.no_grad():
-        model.get_submodule(V).weight[3, 5] = 0.75
-        model.get_submodule(UP).weight[3, 5] = 1.5
-    base = SAVE["nvfp4"](model, tmp_path / "base")
-    with Publisher(model, url, base=base) as publisher:
-        with torch.no_grad():
-            model.get_submodule(K).weight[0, 0] = 3.0
-        publisher.publish(step=1, wait=True)
-    for version, expected in ((0, {Q: 0.75, K: 0.75, V: 0.75, UP: 1.5, GATE: 1.5}), (1, {Q: 3, V: 3, UP: 1.5})):
-        held = dict(open_run(url).tensors(version))
-        for module, largest in expected.items():
-            scale = held[f"{module}.weight_global_scale"]
-            assert torch.equal(scale, torch.tensor([448 * 6 / largest]).bfloat16().float())
-        assert held["model.layers.0.self_attn.o_proj.weight_global_scale"] > 3 * 448
-
-
 def test_every_bfloat16_is_rounded_as_the_library_rounds_it() -> None:
     from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
     from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
@@ -313,7 +296,6 @@ def tampered(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Cal
 
 
 def edited(**fields: Any) -> Callable[[Path], Path]:
-    """Change fields of ``quantization_config``, as ``edit_recipe``."""
     return lambda base: edit_recipe(base, **fields)
 
 
@@ -331,8 +313,7 @@ def with_recipe(base: Path) -> Path:
 
 def without_scale(base: Path) -> Path:
     tensors = load_file(base / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
-    save_file(tensors, base / "model.safetensors")
+    save_file({name: tensors[name] for name in tensors if name != f"{UP}.weight_scale"}, base / "model.safetensors")
     return base
 
 
@@ -360,9 +341,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "order": (INT8, edited(weights__actorder="weight"), r"weights\.actorder 'weight'"),
     "observer": (INT8, edited(weights__observer="mse"), r"weights\.observer 'mse'"),
     "fixed inputs": (INT8, edited(group__input_activations=STATIC), r"input_activations\.dynamic False.*go stale"),
-    "fixed inputs in nvfp4": (
-        "nvfp4", edited(group__input_activations=STATIC_4), r"input_activations\.dynamic False.*go stale"
-    ),
+    "fixed inputs in nvfp4": ("nvfp4", edited(group__input_activations=STATIC_4), r"dynamic False.*go stale"),
     "fixed outputs": (INT8, edited(group__output_activations=STATIC), r"output_activations\.dynamic False"),
     "cache": (INT8, edited(kv_cache_scheme=STATIC), "kv_cache_scheme .*calibration"),
     "rotated": (INT8, edited(transform_config=ROTATED), "transform_config .*before they are"),
@@ -373,72 +352,49 @@ CASES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "calibrated": (INT8, with_recipe, "recipe.yaml has GPTQModifier"),
     "no scale": (INT8, without_scale, "has no 'model.layers.0.mlp.up_proj.weight_scale'"),
     "no recipe": (INT8, without_recipe, r"is I8 in base .* needs scales .* publish from one rank"),
-    "no recipe in nvfp4": (
-        "nvfp4", without_recipe, r"is quantized in base .* needs scales .* publish from one rank"
-    ),
+    "no recipe in nvfp4": ("nvfp4", without_recipe, r"is quantized in base .* needs scales .* publish from one rank"),
     "fp8 without blocks": ("fp8 blocks", edited(weight_block_size=None), "weight_block_size None"),
-    "fp8 with fixed inputs": (
-        "fp8 blocks", edited(activation_scheme="static"), "activation_scheme 'static'.*go stale"
-    ),
+    "fp8 with fixed inputs": ("fp8 blocks", edited(activation_scheme="static"), "scheme 'static'.*go stale"),
     "other fp8": ("fp8 blocks", edited(fmt="e5m2"), "fmt 'e5m2'"),
-    "other scales in fp8": (
-        "fp8 blocks", edited(scale_fmt="ue8m0"),
-        r"is not what the base has: 100\.00% of '.*weight_scale_inv' differ",
-    ),
+    "other scales in fp8": ("fp8 blocks", edited(scale_fmt="ue8m0"), r"has: 100\.00% of '.*weight_scale_inv' differ"),
     "calibrated global scale": (
         "nvfp4", tampered("weight_global_scale", lambda scale: scale * 0.5),
         r"_proj\.weight'.*100\.00% of '.*_proj\.weight_global_scale' differ.*calibration",
     ),
-    "calibrated group scales": (
-        "nvfp4 a16", tampered("up_proj.weight_scale", one_byte), r"of '.*up_proj\.weight_scale' differ"
-    ),
-    "another rounding": (
-        "nvfp4 a16", tampered("down_proj.weight_packed", one_byte), r"of '.*down_proj\.weight_packed' differ"
-    ),
-    "another rounding in mxfp4": (
-        "mxfp4", tampered("down_proj.weight_packed", one_byte), r"of '.*down_proj\.weight_packed' differ"
-    ),
-    "another rounding in mxfp8": ("mxfp8", tampered("down_proj.weight", one_byte), r"of '.*down_proj\.weight' differ"),
-    "another rounding by ModelOpt": (
-        "modelopt nvfp4", tampered("down_proj.weight", one_byte), r"of '.*down_proj\.weight' differ"
-    ),
-    "another rounding of experts": (
-        "stacked mxfp4", tampered("down_proj_blocks", one_byte), r"of '.*down_proj_blocks' differ"
-    ),
-    "another rounding in fp8": (
-        "ue8m0", tampered("down_proj.weight", one_byte), r"of '.*down_proj\.weight' differ"
-    ),
-    "other groups": (
-        "mxfp4", edited(weights__group_size=64), r"weights\.group_size 64, and only 32"
-    ),
-    "other scales": (
-        "nvfp4", edited(weights__scale_dtype="torch.uint8"), r"scale_dtype torch\.uint8"
-    ),
+    **{
+        f"another byte of {suffix} in {form}": (form, tampered(suffix, one_byte), rf"of '.*{suffix}' differ")
+        for form, suffix in (
+            ("nvfp4 a16", "up_proj.weight_scale"), ("nvfp4 a16", "down_proj.weight_packed"),
+            ("mxfp4", "down_proj.weight_packed"), ("mxfp8", "down_proj.weight"),
+            ("modelopt nvfp4", "down_proj.weight"), ("stacked mxfp4", "down_proj_blocks"),
+            ("ue8m0", "down_proj.weight"),
+        )
+    },
+    "other groups": ("mxfp4", edited(weights__group_size=64), r"weights\.group_size 64, and only 32"),
+    "other scales": ("nvfp4", edited(weights__scale_dtype="torch.uint8"), r"scale_dtype torch\.uint8"),
     "ModelOpt with awq": ("modelopt nvfp4", edited(quant_algo="NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ', and only NVFP4"),
     "ModelOpt with a cache": ("modelopt nvfp4", edited(kv_cache_quant_algo="FP8"), "kv_cache_scheme 'FP8'.*calibra"),
     "quark": ("mxfp4", edited(quant_method="quark"), "quant_method 'quark', and only .*'modelopt', 'mxfp4'"),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The base in a form, made once."""
+    return cache(lambda form: SAVE[form](small_model(form), tmp_path_factory.mktemp("base")))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_repeated_is_refused_by_name_with_a_fix(tmp_path: Path, url: str, case: str) -> None:
+def test_what_cannot_be_repeated_is_refused_by_name_with_a_fix(
+    tmp_path: Path, url: str, case: str, base_of: Callable[[str], Path]
+) -> None:
     form, change, message = CASES[case]
-    model = small_model(form)
-    base = change(SAVE[form](model, tmp_path / "base"))
+    base = change(shutil.copytree(base_of(form), tmp_path / "base"))
     with pytest.raises(ModelError, match=message) as refused:
-        Publisher(model, url, base=base)
+        Publisher(small_model(form), url, base=base)
     fixes = ("give a base that was quantized from its weights alone", "install the version", "publish from one rank")
     assert any(fix in refused.value.message for fix in fixes)
     assert not Path(url).exists()
-
-
-def test_other_weights_than_those_of_the_base_are_refused(tmp_path: Path, url: str) -> None:
-    model = small_model()
-    base = SAVE["nvfp4"](model, tmp_path / "base")
-    for _, step in zip(range(2), train_steps(model, lr=1e-3), strict=False):
-        assert step is not None
-    with pytest.raises(ModelError, match="Start the trainer from the checkpoint that the base was quantized from"):
-        Publisher(model, url, base=base)
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +434,8 @@ def test_what_is_not_finite_is_refused_where_four_bits_cannot_show_it(tmp_path: 
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "stacked mxfp4"])
-def test_a_budget_which_would_send_parts_of_a_group_is_refused(tmp_path: Path, url: str, form: str) -> None:
-    model = small_model(form)
+def test_a_budget_which_would_send_parts_of_a_group_is_refused(
+    url: str, form: str, base_of: Callable[[str], Path]
+) -> None:
     with pytest.raises(UsageError, match=r"budget is set, and tensor '.*(weight_packed|_blocks)' has dtype U8"):
-        Publisher(model, url, base=SAVE[form](model, tmp_path / "base"), budget=Budget(max_bytes=1000))
+        Publisher(small_model(form), url, base=base_of(form), budget=Budget(max_bytes=1000))

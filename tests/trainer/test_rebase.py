@@ -20,14 +20,7 @@ from tests.support.publishers import (
 )
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import (
-    LimitError,
-    NotFoundError,
-    PublishError,
-    PublishTimeoutError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, PublishTimeoutError, StoreError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect

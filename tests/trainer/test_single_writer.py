@@ -24,7 +24,6 @@ class Shared(Hooked):
         self.supports_conditional_put = False
 
     def overwrite(self, key: str, data: bytes) -> None:
-        """As another writer, who is not hooked."""
         self._inner.put(key, data)
 
 

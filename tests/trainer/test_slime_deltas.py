@@ -25,12 +25,7 @@ from tests.support.slime_folders import INDEX, folder_of, write_delta
 from tests.support.slime_stream import STREAMS, VERSIONS, base_weights, weights_at
 from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher
 from vllm_delta_sync import follow, open_run
-from vllm_delta_sync.errors import (
-    ChainError,
-    DeltaSyncError,
-    UnsupportedError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, UnsupportedError, UsageError
 from vllm_delta_sync.format.table import TensorTable
 
 WRITTEN = Path(__file__).parent / "slime_written"
@@ -249,7 +244,6 @@ def rewrite(
 
 
 def reindex(folder: Path, places: Places | None = None, **fields: Any) -> None:
-    """Change an index."""
     document = json.loads((folder / INDEX).read_text())
     document["metadata"] |= fields
     document["weight_map"] |= places or {}

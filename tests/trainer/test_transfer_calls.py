@@ -48,8 +48,6 @@ class Stream:
 
 
 class Weights:
-    """What a trainer trains."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
@@ -174,7 +172,7 @@ def test_resume_waits_until_the_version_is_served(url: str, base: Path, weights:
     serve("a", 0)
     waiting.start()
     serve("b", 1)
-    assert not returned.wait(1)
+    assert not returned.wait(0.3)
     serve("a", 1)
     assert returned.wait(60)
     waiting.join()
@@ -253,7 +251,7 @@ def test_a_send_that_breaks_off_leaves_nothing_behind(
 
 
 def test_the_end_hides_no_error(bucket: Hooked, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
-    transfer = DeltaWeightTransfer(bucket, base, close_seconds=2)
+    transfer = DeltaWeightTransfer(bucket, base, close_seconds=0.3)
 
     def training() -> None:
         try:

@@ -92,29 +92,6 @@ def test_a_part_of_what_makes_up_one_tensor_is_refused(url: str, tmp_path: Path)
     assert open_run(url).head().version == 0
 
 
-def test_what_is_not_handed_over_keeps_its_bits(url: str, tmp_path: Path) -> None:
-    model = make_model("qwen3_moe", **SIZES)
-    base = save_checkpoint(model, tmp_path / "base")
-    before = load_file(base / "model.safetensors")
-    some = [(name, tensor) for name, tensor in handed(trained(model)) if ".mlp.experts." in name]
-    publish(base, url, iter(some))
-    after = saved(model, tmp_path / "saved")
-    kept = {name: tensor if ".mlp.experts." in name else before[name] for name, tensor in after.items()}
-    assert any(not torch.equal(kept[name], after[name]) for name in kept)
-    assert_holds(open_run(url), 1, kept, base)
-
-
-def test_a_tied_head_that_the_checkpoint_has_twice(url: str, tmp_path: Path) -> None:
-    """As of some published checkpoints; a framework hands the parameter over once."""
-    model = make_model("qwen3", **SIZES)
-    base = save_checkpoint(model, tmp_path / "base")
-    tensors = load_file(base / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
-    publish(base, url, handed(trained(model)))
-    expected = saved(model, tmp_path / "saved")
-    assert_holds(open_run(url), 1, {**expected, "lm_head.weight": expected["model.embed_tokens.weight"]}, base)
-
-
 def test_names_of_the_checkpoint_and_any_layout_in_memory_are_understood_too(url: str, tmp_path: Path) -> None:
     model = make_model("qwen3_moe", **SIZES)
     base = save_checkpoint(model, tmp_path / "base")

@@ -32,8 +32,6 @@ def base(tmp_path: Path) -> Path:
 
 
 class At(TrainerCallback):
-    """Does something at the beginning of a step."""
-
     def __init__(self, step: int, what: Callable[[], None]) -> None:
         self.step, self.what = step, what
 

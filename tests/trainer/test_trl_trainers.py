@@ -59,7 +59,6 @@ def rewarded(completions: list[str], **columns: Any) -> list[float]:
 
 
 def trained(kind: str, model: PreTrainedModel, out: str, callbacks: list[TrainerCallback]) -> Any:
-    """A trainer that has trained."""
     given: dict[str, Any] = {"model": model, "processing_class": make_tokenizer(), "callbacks": callbacks}
     trainer: Any
     if kind == "sft":

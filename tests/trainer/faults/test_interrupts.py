@@ -85,7 +85,6 @@ class Alarms:
         self._armed.clear()
 
     def attempt(self, seconds: float, work: Callable[[], object]) -> None:
-        """Do something that is interrupted if it takes so long."""
         try:
             try:
                 self._armed.append(True)

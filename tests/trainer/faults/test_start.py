@@ -42,11 +42,12 @@ def refused(match: str, bucket: Bucket, resume: bool = True) -> None:
 def test_failed_start_frees_its_url(hook: str, at: str, error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
     """Whether the write that failed is there or not; what is not the publisher's stays."""
     bucket.put("notes/ours.txt", b"")
-    failure = FailAt(at, error)
+    failure, running = FailAt(at, error), set(threading.enumerate())
     setattr(bucket, hook, failure)
     with pytest.raises(type(error)):
         Publisher(trainer.live, bucket)
     assert failure.fired
+    assert set(threading.enumerate()) <= running
     assert [info.key for info in bucket.list() if not info.key.startswith("objects/")] == ["notes/ours.txt"]
     expect_run(bucket, trainer)
 

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.publishers import (
-    FailAt,
-    Gated,
-    Hooked,
-    Trainer,
-    assert_holds,
-    expect_failure,
-    publish,
-)
+from tests.support.publishers import FailAt, Gated, Hooked, Trainer, assert_holds, expect_failure, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket

@@ -1,6 +1,7 @@
 """A takeover that is cut short anywhere leaves the run as it was, and the next one goes on."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -58,23 +59,19 @@ def test_resuming_cut_short_leaves_the_run_as_it_was(
     assert_holds(bucket, 3, trainer.live)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
-def test_claim_that_is_left_fences_the_former_writer(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
+@pytest.mark.parametrize("error", ERRORS)
+def test_claim_that_is_left_fences_the_former_writer_and_one_whose_answer_was_lost_is_recognized(
+    error: BaseException, bucket: Hooked, trainer: Trainer
+) -> None:
     begin(bucket, trainer)
     bucket.after = FailAt(CLAIMS_PREFIX, error)
-    with pytest.raises(type(error)):
-        Publisher(trainer.live, bucket)
+    lost = isinstance(error, StoreError)
+    if not lost:
+        with pytest.raises(type(error)):
+            Publisher(trainer.live, bucket)
     with Publisher(trainer.live, bucket) as publisher:
         publisher.publish(step=3)
-    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, 2]
-
-
-def test_claim_whose_answer_was_lost_is_recognized(bucket: Hooked, trainer: Trainer) -> None:
-    begin(bucket, trainer)
-    bucket.after = FailAt(CLAIMS_PREFIX, StoreError("injected"))
-    with Publisher(trainer.live, bucket) as publisher:
-        publisher.publish(step=3)
-    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, 1]
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, 1 if lost else 2]
 
 
 def test_head_that_cannot_be_rolled_forward_while_resuming_only_warns(
@@ -89,36 +86,29 @@ def test_head_that_cannot_be_rolled_forward_while_resuming_only_warns(
     assert b'"version":2' in bucket.get(HEAD_KEY)
 
 
-ANEW = [("before", "objects/"), ("after", "objects/"), ("before", "versions/"), ("looking", "claims/")]
+ANEW = [
+    ("before", "objects/"), ("after", "objects/"), ("before", "versions/"), ("looking", "claims/"),
+    ("after", "versions/"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("point", ANEW)
-def test_beginning_anew_cut_short_leaves_the_run_as_it_was(
+def test_beginning_anew_cut_short_leaves_the_run_as_it_was_or_is_written_and_counts(
     point: tuple[str, str], error: BaseException, bucket: Hooked, trainer: Trainer
 ) -> None:
     begin(bucket, trainer)
     damage(bucket.url, version_key(2))
-    before = chain(bucket)
+    before, written = chain(bucket), point == ("after", "versions/")
     failure = arm(bucket, *point, error)
-    with pytest.raises(type(error)):
-        Publisher(trainer.live, bucket)
+    # Of a put that failed it is looked up whether the manifest is there.
+    with nullcontext() if written and isinstance(error, StoreError) else pytest.raises(type(error)):
+        Publisher(trainer.live, bucket).close()
     assert failure.fired
-    assert chain(bucket) == before
+    assert (chain(bucket) == before) is not written
     with Publisher(trainer.live, bucket) as publisher:
         assert publisher.version == 3
-    assert_holds(bucket, 3, trainer.live)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
-def test_new_beginning_that_was_written_counts(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
-    begin(bucket, trainer)
-    damage(bucket.url, version_key(2))
-    bucket.after = FailAt("versions/", error)
-    with pytest.raises(type(error)):
-        Publisher(trainer.live, bucket)
-    with Publisher(trainer.live, bucket) as publisher:
-        assert publisher.version == 3
+        trainer.step()
         publisher.publish(step=4)
     assert_holds(bucket, 4, trainer.live)
 

@@ -18,7 +18,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def cut(offsets: Sequence[int], shape: Sequence[int]) -> Any:
-    """Index of a box in a tensor or an array."""
     return *(slice(at, at + size) for at, size in zip(offsets, shape, strict=True)), ...
 
 
@@ -57,14 +56,9 @@ def split() -> HrmTextForCausalLM:
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "qwen3": lambda: qwen3(tied=False),
-    "qwen3 tied": qwen3,
-    "llama tied": tied_llama,
-    "qwen3 moe": qwen3_moe,
-    "split": split,
-    "plain": Plain,
-    "mixed": Mixed,
-}
+    "qwen3": lambda: qwen3(tied=False), "qwen3 tied": qwen3, "llama tied": tied_llama, "qwen3 moe": qwen3_moe,
+    "split": split, "plain": Plain, "mixed": Mixed,
+}  # fmt: skip
 
 
 def fsdp(model: Any, **options: Any) -> nn.Module:
@@ -81,8 +75,6 @@ def fsdp_rows(model: nn.Module, size: int) -> nn.Module:
 
 
 def fsdp_columns(model: nn.Module, size: int) -> nn.Module:
-    """In the second dimension, where that divides evenly, as FSDP asks for."""
-
     def place(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % size == 0 else None
 
@@ -90,19 +82,14 @@ def fsdp_columns(model: nn.Module, size: int) -> nn.Module:
 
 
 def hybrid(model: nn.Module, size: int) -> nn.Module:
-    """Sharded in halves of the world, replicated between them."""
     return fsdp(model, mesh=init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replica", "shard")))
 
 
 def fsdp_tensor_parallel(model: Any, size: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.model.layers:
-        plan: dict[str, Any] = {
-            "mlp.gate_proj": ColwiseParallel(),
-            "mlp.up_proj": ColwiseParallel(),
-            "mlp.down_proj": RowwiseParallel(),
-        }
-        parallelize_module(layer, mesh["tp"], plan)
+        plan: dict[str, Any] = {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        parallelize_module(layer, mesh["tp"], plan | {"mlp.down_proj": RowwiseParallel()})
     return fsdp(model, mesh=mesh["dp"])
 
 
@@ -111,12 +98,8 @@ def ddp(model: nn.Module, size: int) -> nn.Module:
 
 
 WAYS: dict[str, Callable[[nn.Module, int], nn.Module]] = {
-    "fsdp": fsdp_rows,
-    "columns": fsdp_columns,
-    "hybrid": hybrid,
-    "fsdp tp": fsdp_tensor_parallel,
-    "ddp": ddp,
-}
+    "fsdp": fsdp_rows, "columns": fsdp_columns, "hybrid": hybrid, "fsdp tp": fsdp_tensor_parallel, "ddp": ddp,
+}  # fmt: skip
 
 
 def built(name: str) -> nn.Module:
@@ -134,7 +117,6 @@ def steps(model: nn.Module, rank: int, count: int, lr: float = 1e-2) -> None:
 
 
 def move(model: nn.Module) -> None:
-    """Change every parameter, on each rank its own part."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)

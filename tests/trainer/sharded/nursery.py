@@ -69,7 +69,6 @@ class Nursery:
         return [json.loads(self._file(rank, "json").read_text()) for rank in range(size)]
 
     def logs(self) -> str:
-        """The ends of the logs of the last world."""
         paths = sorted(self._folder.glob(f"{self._worlds - 1}-*.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
@@ -87,7 +86,6 @@ class Nursery:
 
 
 def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
-    """Process id of a rank."""
     child = os.fork()
     if child:
         return child

@@ -1,6 +1,7 @@
 """Boxes of sharded tensors: each rank owns its part, all together own every element once, and others are refused."""
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -140,46 +141,21 @@ def refusal(shape: tuple[int, ...], boxes: list[list[Box]]) -> str:
     return ""
 
 
-@st.composite
-def cuts(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
-    """A tensor cut along one dimension after another, as boxes in any order."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
-    found = [Box.all_of(shape)]
-    for _ in range(draw(st.integers(0, 8))):
-        box = found.pop(draw(st.integers(0, len(found) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1)) if shape else 0
-        at = draw(st.integers(0, box.shape[axis])) if shape else 0
-        found += [part for part in _halves(box, axis, at) if part.numel] if shape else [box]
-    return shape, draw(st.permutations(found))
-
-
-def _halves(box: Box, axis: int, at: int) -> list[Box]:
-    def part(offset: int, size: int) -> Box:
-        offsets, shape = list(box.offsets), list(box.shape)
-        offsets[axis], shape[axis] = offset, size
-        return Box(tuple(offsets), tuple(shape), box.whole)
-
-    return [part(box.offsets[axis], at), part(box.offsets[axis] + at, box.shape[axis] - at)]
-
-
-@given(cuts(), st.integers(1, 4))
-def test_cuts_of_a_tensor_are_right_and_no_other_boxes(cut: tuple[tuple[int, ...], list[Box]], ranks: int) -> None:
-    shape, boxes = cut
-    assert refusal(shape, [boxes[rank::ranks] for rank in range(ranks)]) == ""
-    lost, twice = [boxes[1:], []], [boxes, boxes[-1:]]
-    assert f"the ranks hold {int(np.prod(shape)) - boxes[0].numel} of the " in refusal(shape, lost)
-    assert "share elements of tensor 'x'" in refusal(shape, twice)
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=5))
-def test_boxes_are_judged_as_elements_that_are_counted(drawn: list[tuple[int, int, int, int]]) -> None:
-    times = np.zeros((4, 4), int)
-    boxes = []
-    for first, second, rows, columns in drawn:
-        box = Box((first, second), (min(rows, 4 - first), min(columns, 4 - second)), (4, 4))
+@given(st.integers(1, 3), st.data())
+def test_boxes_are_judged_as_elements_that_are_counted(dimensions: int, data: st.DataObject) -> None:
+    """A cut in two along each dimension or some, of which a part may be missing or there twice; and any boxes."""
+    shape, times, boxes = (4,) * dimensions, np.zeros((4,) * dimensions, int), list[list[Box]]()
+    cut, any_box = data.draw(st.integers(1, 3)), st.tuples(st.integers(0, 4), st.integers(0, 4))
+    for halves in product(*[((0, cut), (cut, 4 - cut))] * dimensions):
+        for _ in range(data.draw(st.sampled_from([1, 1, 1, 1, 0, 2]))):
+            boxes.append([Box(*map(tuple, zip(*halves, strict=True)), shape)])
+    for drawn in data.draw(st.lists(st.tuples(*[any_box] * dimensions), max_size=1)):
+        boxes.append([Box(tuple(at for at, _ in drawn), tuple(min(size, 4 - at) for at, size in drawn), shape)])
+    for [box] in boxes:
         times[box.index] += 1
-        boxes.append([box])
-    assert (refusal((4, 4), [[], *boxes]) == "") == bool((times == 1).all())
+    message = refusal(shape, [[], *boxes])
+    assert (message == "") == bool((times == 1).all())
+    assert not message or "share elements of tensor 'x'" in message or f"the ranks hold {times.sum()} of the" in message
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
@@ -245,17 +221,6 @@ def test_windows_are_what_the_view_has_in_the_box(data: st.DataObject) -> None:
         assert np.array_equal(piece.numpy(), expected[window.box.index])
         times[window.box.index] += 1
     assert times.tolist() == np.vectorize(inside.__contains__, otypes=[int])(expected).tolist()
-
-
-@pytest.mark.parametrize("sharded", [0, 1, 2])
-def test_one_expert_of_a_stack_is_one_window(sharded: int) -> None:
-    """The up projection, transposed, of expert 2 of 4, where the source is cut in half in one dimension."""
-    whole = (4, 6, 8)
-    view = View("experts", (6, 4), (8, 1), 2 * 48 + 4)
-    half = tuple(size // (2 if axis == sharded else 1) for axis, size in enumerate(whole))
-    second = tuple(size if axis == sharded else 0 for axis, size in enumerate(half))
-    counts = [len(shard_views(view, Box(at, half, whole)) or []) for at in ((0, 0, 0), second)]
-    assert counts == {0: [0, 1], 1: [1, 1], 2: [0, 1]}[sharded]
 
 
 def test_views_that_no_boxes_describe_are_refused() -> None:

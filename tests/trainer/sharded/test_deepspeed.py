@@ -101,14 +101,7 @@ OTHERS = [[1, "qwen3 tied", "bf16"], [2, "qwen3 moe", "fp32"], [3, "qwen3 moe", 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "cases"),
-    [
-        (2, [[3, "llama tied", "fp32"]]),
-        (2, OTHERS),
-        (4, OTHERS),
-    ],
-)
+@pytest.mark.parametrize(("size", "cases"), [(2, [[3, "llama tied", "fp32"]]), (2, OTHERS), (4, OTHERS)])
 def test_engines_publish_their_partitions(size: int, cases: list[list[Any]], nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(size, publish, folder=str(tmp_path), cases=cases)
     for stage, name, _ in cases:
@@ -117,11 +110,7 @@ def test_engines_publish_their_partitions(size: int, cases: list[list[Any]], nur
         assert {ref.rank for ref in run.manifest(4).objects} == (set(range(size)) if stage == 3 else {0})
 
 
-ZERO = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "zero_allow_untested_optimizer": True,
-}
+ZERO = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
 
 
 def load(rank: int, size: int, url: str) -> dict[str, Any]:

@@ -243,20 +243,19 @@ def refused(shards: Shards, url: str, **options: Any) -> str:
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     url, weight = str(tmp_path / "run"), torch.randn(4, 6)
     upper = Part("w", (4, 6), (0, 0), weight[:2])
-    assert "ranks hold 12 of the 24 elements of tensor 'w'" in refused(Shards(upper), url)
-    overlapping = Part("w", (4, 6), (1, 0), weight[1:])
-    assert "share elements of tensor 'w'" in refused(Shards(upper, overlapping), url)
-    assert "a part of tensor 'w'" in refused(Shards(Part("w", (4, 6), (3, 0), weight[:2])), url)
-    assert "a part of tensor 'w'" in refused(Shards(Part("w", (4, 6), (0,), weight)), url)
-    assert "'w' has shape (4, 6) and offsets (0.0, 0); give integers" in refused(
-        Shards(Part("w", (4, 6), (0.0, 0), weight)),  # type: ignore[arg-type]
-        url,
-    )
-    assert "parts= yields <class 'str'>" in refused(Shards("w"), url)  # type: ignore[arg-type]
-    for no_function in ([upper], lambda: None):
-        assert "parts= gives no parts" in refused(no_function, url)  # type: ignore[arg-type]
-    other = Part("w", (5, 6), (2, 0), weight[2:])
-    assert "'w' is F32 [5, 6] on rank 0, and F32 [4, 6] on rank 0" in refused(Shards(upper, other), url)
+    wrong: list[tuple[Any, str]] = [
+        (Shards(upper), "ranks hold 12 of the 24 elements of tensor 'w'"),
+        (Shards(upper, Part("w", (4, 6), (1, 0), weight[1:])), "share elements of tensor 'w'"),
+        (Shards(Part("w", (4, 6), (3, 0), weight[:2])), "a part of tensor 'w'"),
+        (Shards(Part("w", (4, 6), (0,), weight)), "a part of tensor 'w'"),
+        (lambda: [Part("w", (4, 6), (0.0, 0), weight)], "has shape (4, 6) and offsets (0.0, 0); give integers"),  # type: ignore[arg-type]
+        (lambda: ["w"], "parts= yields <class 'str'>"),
+        ([upper], "parts= gives no parts"),
+        (lambda: None, "parts= gives no parts"),
+        (Shards(upper, Part("w", (5, 6), (2, 0), weight[2:])), "is F32 [5, 6] on rank 0, and F32 [4, 6] on rank 0"),
+    ]
+    for shards, message in wrong:
+        assert message in refused(shards, url)
     assert "parts=" in refused(Shards(upper), url, exclude="x")
     assert not Path(url).exists()
     with pytest.raises(UsageError, match="neither model nor parts= is given"):

@@ -18,13 +18,7 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import PublishError
 
 REPORTED = 3
-POINTS = (
-    "before the diff",
-    "before its upload",
-    "after its upload",
-    "before the manifest",
-    "after the manifest",
-)
+POINTS = ("before the diff", "before its upload", "after its upload", "before the manifest", "after the manifest")
 """Before and after the manifest: as rank 0 is about to write it, and once it has."""
 
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.common.timing import peak_extra_bytes
 from tests.support.publishers import Hooked
-from tests.support.publishing import damage
 from tests.support.tiny import make_tokenizer
 from tests.trainer.sharded.models import WAYS, built, fsdp, gathered, move, steps
 from tests.trainer.sharded.nursery import Nursery
@@ -137,22 +136,6 @@ def test_a_run_goes_on_with_fewer_or_more_ranks(kind: str, sizes: list[int], nur
     # What the model does not hold keeps the base's bits through all of it.
     assert torch.equal(dict(run.tensors(base=base))["vision.weight"], tensors["vision.weight"])
     assert run.verify(base).head == 2 * len(sizes)
-
-
-def begin_anew(rank: int, size: int, url: str) -> int:
-    with Publisher(fsdp(built("mixed")), url) as publisher:
-        return publisher.version
-
-
-def test_a_newest_version_that_is_lost_is_begun_anew_behind(nursery: Nursery, tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    nursery.run(2, go_on, url=url, base=None)
-    damage(url, open_run(url).manifest(2).objects[1].key)
-    assert nursery.run(2, begin_anew, url=url) == [3, 3]
-    run = open_run(url)
-    assert run.manifest(3).kind == "anchor"
-    expected = built("mixed").state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in run.tensors(3))
 
 
 def publish_files(rank: int, size: int, url: str, files: str) -> list[str]:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 from tests.support.publishing import assert_holds
 from tests.trainer.sharded.models import fsdp
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.test_deepspeed import deepspeed_on_cpu
+from tests.trainer.sharded.test_load_into import whole
 from trainer_side import DeltaSyncCallback
 from vllm_delta_sync.client import open_run
 
@@ -37,9 +37,9 @@ def train_shards(rank: int, size: int, folder: str) -> dict[str, Any]:
         next(steps)
         handler.on_step_end(given, state, control)
     handler.on_train_end(given, state, control)
-    trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+    trained = gathered(model)
     if rank == 0:
-        save_file({name: torch.clone(tensor) for name, tensor in trained.items()}, f"{folder}/trained.safetensors")
+        save_file(trained, f"{folder}/trained.safetensors")
     return {"took_part": took_part, "closed": callback.publisher is None}
 
 
@@ -52,12 +52,10 @@ def test_a_callback_publishes_shards_from_all_ranks(nursery: Nursery, tmp_path: 
     assert_holds(run, 2, load_file(tmp_path / "trained.safetensors"))
 
 
+LAYERS = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}},
-    "fsdp2 from rank 0": {
-        "fsdp": True,
-        "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "cpu_ram_efficient_loading": True},
-    },
+    "fsdp2": {"fsdp": True, "fsdp_config": LAYERS},
+    "fsdp2 from rank 0": {"fsdp": True, "fsdp_config": {**LAYERS, "cpu_ram_efficient_loading": True}},
     "zero 3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
     "zero 2": {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}},
 }
@@ -118,10 +116,7 @@ def gathered(model: Any) -> dict[str, Any]:
 
         with deepspeed.zero.GatheredParameters(list(named.values())):
             return {name: torch.clone(parameter.detach()) for name, parameter in named.items()}
-    return {
-        name: torch.clone((parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach())
-        for name, parameter in named.items()
-    }
+    return {name: whole(parameter).clone() for name, parameter in named.items()}
 
 
 def published(kind: str, nursery: Nursery, folder: Path, adapter: bool = False) -> list[Any]:

@@ -26,7 +26,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import NotFoundError, UsageError
 
-GROUP_SECONDS = 4.0
+GROUP_SECONDS = 2.5
 """The limit of the training's own collective calls."""
 
 
