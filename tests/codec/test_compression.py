@@ -5,26 +5,14 @@ import time
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.hostile import EMPTY, FRAMES, declaring
-from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression, compress, decompress
+from vllm_delta_sync.codec.zstd import compress, decompress
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, LimitError
 
 
 def plane(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
-
-
-@given(st.binary(max_size=2000), st.sampled_from(COMPRESSIONS))
-def test_round_trip(data: bytes, compression: Compression) -> None:
-    stored = compress(plane(data), compression)
-    assert bytes(decompress(stored, len(data), compression, "plane")) == data
-    for wrong in (len(data) + 1, len(data) - 1):
-        if wrong >= 0:
-            with pytest.raises(FormatError, match="plane"):
-                decompress(stored, wrong, compression, "plane")
 
 
 @pytest.mark.parametrize("size", [2**60, 2**40, 2**31, 2**64 - 2])

@@ -230,8 +230,8 @@ def test_ranks_of_a_trainer_write_what_one_writer_does(layout: Layout, ranks: in
             found[tensor] = found.get(tensor, {}) | changed
     one = state_of(TRAINED, old)
     one.apply(decode(encoded(TRAINED, old, new), TRAINED, CONTEXT, whole(old)))
-    for mine, theirs, wanted in zip(together.bits, one.bits, new, strict=True):
-        assert mine.tobytes() == theirs.tobytes() == wanted.tobytes()
+    for ours, theirs, wanted in zip(together.bits, one.bits, new, strict=True):
+        assert ours.tobytes() == theirs.tobytes() == wanted.tobytes()
     assert together.fingerprint == one.fingerprint
     assert found == signed(changes)
     assert_served(objects, old, found)

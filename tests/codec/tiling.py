@@ -80,10 +80,13 @@ def encoded(
     return encode(changes_between(table, old, new), table, codec, how, CONTEXT, whole(old))
 
 
-def block(table: TensorTable, tables: bytes, streams: bytes, counts: Sequence[int], codec: Codec = "plain") -> bytes:
+def block(
+    table: TensorTable, tables: bytes, streams: bytes, counts: Sequence[int], codec: Codec = "plain",
+    how: Compression = "none",
+) -> bytes:  # fmt: skip
     """An object of one block of all tensors, with these very bytes."""
     metadata = {
-        "format_version": 2, "run": CONTEXT.run, "version": 1, "base_version": 0, "codec": codec, "compression": "none",
+        "format_version": 2, "run": CONTEXT.run, "version": 1, "base_version": 0, "codec": codec, "compression": how,
         "blocks": [{"dtype": table[0].dtype, "kind": "tiles"}],
     }  # fmt: skip
     arrays: Arrays = {

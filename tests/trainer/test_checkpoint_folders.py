@@ -141,7 +141,7 @@ def test_with_a_base_weights_are_rounded_to_its_dtypes(tmp_path: Path, out: Path
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def cut(name: str, size: int) -> Callable[[Path], None]:
+def cut(name: str, size: int) -> Callable[[Path], object]:
     return lambda folder: os.truncate(folder / name, size)
 
 
@@ -229,7 +229,7 @@ def test_other_tensors_are_refused(change: str, out: Path, url: str) -> None:
 
 HARMS: dict[str, Callable[[Path], object]] = {
     "delete": shutil.rmtree,
-    "truncate": lambda folder: [os.truncate(path, 100) for path in folder.glob("*.safetensors")],
+    "truncate": lambda folder: [cut(path.name, 100)(folder) for path in folder.glob("*.safetensors")],
     "overwrite": lambda folder: write_checkpoint(folder, weights(50), sharded=True),
 }
 

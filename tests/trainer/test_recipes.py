@@ -132,21 +132,6 @@ def test_verl_engine_has_the_arguments_of_its_base_class() -> None:
     assert recipe.DeltaSyncCheckpointEngine.wire_format == "named_tensors"
 
 
-def test_verl_update_that_cannot_be_published_leaves_the_run(trained: Trained, engines: Callable[..., Any]) -> None:
-    master = engines(is_master=True)
-    trained.train()
-    asyncio.run(verl_update([master], [], trained.weights, 1))
-    before = trained.read
-    adapter = {"base_model.model.layers.0.q_proj.lora_A.default.weight": torch.ones(2)}
-    with pytest.raises(TensorMismatchError, match="lora_A"):
-        asyncio.run(verl_update([master], [], lambda: trained.weights(**adapter), 2))
-    assert trained.read == before + len(trained.model.state_dict()) + 1
-    assert open_run(trained.url).head().version == 1
-    trained.train()
-    asyncio.run(verl_update([master], [], trained.weights, 3))
-    assert_holds(open_run(trained.url), 2, trained.checkpoint())
-
-
 def test_verl_rollout_worker_does_not_wait_for_ever(trained: Trained, engines: Callable[..., Any]) -> None:
     engines(is_master=True)
     waiting = engines(timeout=0.3)

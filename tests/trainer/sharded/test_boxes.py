@@ -148,7 +148,7 @@ def test_boxes_are_judged_as_elements_that_are_counted(dimensions: int, data: st
     cut, any_box = data.draw(st.integers(1, 3)), st.tuples(st.integers(0, 4), st.integers(0, 4))
     for halves in product(*[((0, cut), (cut, 4 - cut))] * dimensions):
         for _ in range(data.draw(st.sampled_from([1, 1, 1, 1, 0, 2]))):
-            boxes.append([Box(*map(tuple, zip(*halves, strict=True)), shape)])
+            boxes.append([Box(tuple(at for at, _ in halves), tuple(size for _, size in halves), shape)])
     for drawn in data.draw(st.lists(st.tuples(*[any_box] * dimensions), max_size=1)):
         boxes.append([Box(tuple(at for at, _ in drawn), tuple(min(size, 4 - at) for at, size in drawn), shape)])
     for [box] in boxes:
