@@ -58,7 +58,13 @@ def small_model(form: str = "") -> PreTrainedModel:
     return make_model("gpt_oss" if form.startswith("stacked") else "llama", seed=5, intermediate_size=160)
 
 
-@pytest.mark.parametrize("form", SAVE)
+# Forms that differ from others in one step, which others have too.
+RARE = ("int8 tensor", "fp8 channel", "nvfp4 a16", "ue8m0 in float32")
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] if form in RARE else []) for form in SAVE]
+)
 def test_versions_are_what_the_tool_writes(url: str, tmp_path: Path, form: str) -> None:
     model = small_model(form)
     base = SAVE[form](model, tmp_path / "base")
