@@ -91,8 +91,8 @@ def test_each_kind_is_there(run: Run, tiles: Run) -> None:
     assert sorted(_kinds(run, 5)) == ["full", "full", "tiles", "tiles", "tiles"]
     assert set(_kinds(run, 1)) == set(_kinds(run, 2)) == {"tiles"}
     assert _kinds(tiles, 2) == ["tiles"] * 6
-    told = [(item.codec, item.compression, item.reversible) for item in list(tiles.log())[1:]]
-    assert told == [("tiled", how, False) for how in ("zstd", "none", "none")]
+    coded = [(item.codec, item.compression, item.reversible) for item in list(tiles.log())[1:]]
+    assert coded == [("tiled", how, False) for how in ("zstd", "none", "none")]
 
 
 def _kinds(run: Run, version: int) -> list[str]:

@@ -486,8 +486,13 @@ def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
     refused(lambda: Publisher(hole, folder), ModelError, "the ranks hold 0 of the 8 elements of tensor 'second'")
 
 
-@pytest.mark.parametrize("guarded", [False, True])
-@pytest.mark.parametrize("work", [failures, uncertain, former, operations])
+@pytest.mark.parametrize(
+    ("work", "guarded"),
+    [
+        *((work, True) for work in (failures, uncertain, former, operations)), (failures, False), (operations, False),
+        *(pytest.param(work, False, marks=pytest.mark.slow) for work in (uncertain, former)),
+    ],
+)  # fmt: skip
 def test_ranks_do_alike(work: Any, guarded: bool, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, folder=str(tmp_path / "run"), guarded=guarded)
 

@@ -315,7 +315,7 @@ def budgets(rank: int, size: int, url: str, case: str, dtype: str, bounds: dict[
         # Of changes in bfloat16 many have one size, so that places decide.
         ("fsdp: qwen3 moe", "bfloat16", {"max_share": 0.3}, False),
         ("fsdp: llama tied", "float32", {"max_share": 0.4, "min_change": 1e-3, "exact_every": 5}, True),
-        ("hybrid: qwen3 tied", "bfloat16", {"max_share": 0.4}, False),
+        pytest.param("hybrid: qwen3 tied", "bfloat16", {"max_share": 0.4}, False, marks=pytest.mark.slow),
         pytest.param("columns: qwen3 moe", "bfloat16", {"max_share": 0.3}, False, marks=pytest.mark.slow),
         pytest.param("fsdp tp: qwen3", "float32", {"max_share": 0.3}, False, marks=pytest.mark.slow),
         pytest.param("ddp: qwen3 tied", "float32", {"max_share": 0.3}, False, marks=pytest.mark.slow),
