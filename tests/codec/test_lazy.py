@@ -2,8 +2,10 @@
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +28,9 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import ChainError, UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> Changes:
@@ -147,3 +149,28 @@ def test_backwards_the_changes_lead_back_or_are_refused() -> None:
     reader = DeltaReader(data, TABLE, CONTEXT, base, True)
     with pytest.raises(UnsupportedError, match="only with the weights of its base version"):
         reader.rest()
+
+
+def test_a_tensor_is_looked_at_no_more_often_if_its_block_has_many(tmp_path: Path) -> None:
+    looks = 0
+
+    class SparseLookedAt(Sparse):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looks
+            looks += name == "positions"
+            return super().__getattribute__(name)
+
+    class FullLookedAt(Full):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looks
+            looks += name == "bits"
+            return super().__getattribute__(name)
+
+    table = TensorTable([TensorSpec(f"{number:04d}", "U8", (4,)) for number in range(1000)])
+    one = np.ones(1, np.int64)
+    with closing(DeltaSpool(tmp_path, table, CONTEXT, "zstd")) as spool:
+        for number in range(0, 1000, 2):
+            spool.add(SparseLookedAt("U8", np.array([number], np.uint32), one, one, one.astype(np.uint8), True))
+            spool.add(FullLookedAt(number + 1, np.ones(4, np.uint8)))
+        spool.finish(tmp_path / "object", {number: Fingerprint() for number in range(1000)})
+    assert looks < 10_000

@@ -1,14 +1,16 @@
 """The grid of tiles: it parts each tensor, follows from its shape alone, and usual ranks cut no tile of it."""
 
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.codec.tiling import many_threads
 from tests.support import reference_tiles as reference
-from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, Grid, extent, grid_of, least_tiles
+from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, Grid, extent, grid_of, least_tiles, shares_of_threads
 from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, TensorView, covered_rectangles, view_of
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
@@ -178,3 +180,28 @@ def test_a_rank_that_holds_too_many_pieces_is_refused_by_name() -> None:
         covered_rectangles(spec, [one_more])
     with pytest.raises(UnsupportedError, match="4096 pieces"):
         covered_rectangles(spec, [TensorView(row * 128, (64,), (1,)) for row in range(MOST_RECTANGLES + 1)])
+
+
+def test_threads_share_small_tensors_without_a_look_at_each_for_each_thread() -> None:
+    looks = 0
+
+    class Grids(list[Grid]):
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(place)
+
+    with many_threads(4):
+        assert len(shares_of_threads(Grids([grid_of((64,))] * 1000))) == 4
+    assert looks < 100
+
+
+def test_threads_have_about_as_much_to_do() -> None:
+    grids = [grid_of(shape) for shape in ((64,), (1536, 576), (4096, 4096), (576, 1536), (49_152, 576))]
+    whole = sum(grid.numel for grid in grids)
+    with many_threads(4):
+        shares = shares_of_threads(grids)
+    for share in shares:
+        rows = [(grids[number], grids[number].row_edges[[span.first, span.last]]) for number, span in share]
+        elements = sum(int(edges[1] - edges[0]) * grid.columns for grid, edges in rows)
+        assert abs(elements - whole / 4) < whole / 100
