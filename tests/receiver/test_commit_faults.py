@@ -4,10 +4,8 @@ says that it does not."""
 import random
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,7 @@ from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert
-from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
-    BusyError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
@@ -45,20 +41,28 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.settings import Settings
 
+PATHS = [
+    pytest.param((None, 2), id="in host memory, two ranks"),
+    pytest.param((SimulatedDevice, 1), id="on a device, one rank"),
+    pytest.param((None, 1), id="in host memory, one rank", marks=pytest.mark.slow),
+    pytest.param((SimulatedDevice, 2), id="on a device, two ranks", marks=pytest.mark.slow),
+]
 
-@pytest.fixture(params=["in host memory", "on a device"], autouse=True)
-def weights(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test of this file runs on both paths of a commit."""
+
+@pytest.fixture(params=PATHS, autouse=True)
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many there are. Every test of this file runs on both paths of a commit."""
+    device, count = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transaction, "WAIT_S", 0.0)
-        if request.param == "on a device":
-            patch.setattr(WeightMemory, "for_model", lambda model: WeightMemory(SimulatedDevice()))
-        yield
+        if device is not None:
+            patch.setattr(WeightMemory, "for_model", lambda model: WeightMemory(device()))
+        yield count
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    return World(tmp_path, ranks=request.param)
+@pytest.fixture
+def world(tmp_path: Path, ranks: int) -> World:
+    return World(tmp_path, ranks=ranks)
 
 
 def expect_serves(world: World, version: int, bits: list[torch.Tensor], state: str = "idle") -> None:
@@ -362,21 +366,6 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     expect_serves(world, 1, seen[1], "held")
 
 
-def test_rollback_whose_answer_is_lost_and_that_cannot_be_undone(world: World) -> None:
-    """All ranks went back, and hold a proven version: that is served."""
-    port = hooked(world)
-    seen = world.follow_each(2)
-
-    def lose(method: str, arguments: dict[str, Any]) -> None:
-        if method == "revert":
-            port.before = failing("revert", times=9)
-            raise EngineError("the engine's answer was lost")
-
-    port.after = lose
-    world.receiver.rollback(0)
-    expect_serves(world, 0, seen[0], "held")
-
-
 def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: World) -> None:
     """Between asking the ranks and telling them what they hold, nothing they know may be forgotten."""
     world.follow_each(3)
@@ -483,7 +472,7 @@ def expect_before(moved: World, bits: list[torch.Tensor]) -> None:
 
 
 def at_passes(monkeypatch: pytest.MonkeyPatch, when: set[int], do: Callable[[], None]) -> list[int]:
-    """Do something right after the loop of those passes has written weights, before anybody has noted that."""
+    """Do something right after the loop of those passes has written weights, before anything has noted that."""
     passes = [0]
 
     def wrap(module: Any, name: str) -> None:
@@ -574,29 +563,6 @@ def test_way_back_that_fails_too_is_lost_and_not_served(moved: World) -> None:
     assert len(moved.port.ended) == 1
 
 
-# Results of operations that ranks run in the background
-
-
-def test_an_operation_that_runs_has_no_outcome_yet() -> None:
-    background, let_go = Background(nullcontext, lambda: None), threading.Event()
-
-    def operation() -> protocol.Scanned:
-        assert let_go.wait(60)
-        return protocol.Scanned({}, {}, [])
-
-    background.start("scan", operation)
-    with pytest.raises(BusyError, match="still running"):
-        background.outcome("scan")
-    with pytest.raises(BusyError, match="another one is running"):
-        background.start("scan", operation)
-    let_go.set()
-    while background.is_busy:
-        pass
-    assert background.outcome("scan") == background.outcome("scan") == protocol.Scanned({}, {}, [])
-    with pytest.raises(EngineError, match="'stage' has no outcome: the last one was 'scan'"):
-        background.outcome("stage")
-
-
 # Random faults at random calls: after every action, what status claims is what every rank holds
 
 
@@ -679,10 +645,10 @@ class FaultyPort(ModulePort):
 class Story:
     """One world, and what every version's bits are."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, ranks: int) -> None:
         self.chance = random.Random(seed)
         self.rate = self.chance.choice([0.02, 0.05, 0.1])
-        self.world = World(root, ranks=1 + seed % 2, codec=self.chance.choice(["plain", "raw"]))
+        self.world = World(root, ranks=ranks, codec=self.chance.choice(["plain", "raw"]))
         self.port = FaultyPort(self.chance, *self.world.models)
         self.world.use(self.port)
         self.world.follow(
@@ -728,8 +694,8 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_status_tells_the_truth_whatever_fails(tmp_path: Path, seed: int) -> None:
-    story = Story(tmp_path, seed)
+def test_status_tells_the_truth_whatever_fails(tmp_path: Path, seed: int, ranks: int) -> None:
+    story = Story(tmp_path, seed, ranks)
     done: list[str] = []
     for _ in range(25):
         action = story.chance.choice(ACTIONS)
