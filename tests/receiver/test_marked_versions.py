@@ -10,26 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.chains import Server
-from tests.support.gating import marks
 from tests.support.marked import REASON, MarkedChain
 from tests.support.seeds import seeds
 from tests.support.world import World
-from trainer_side import Budget, Gate, Publisher
-from vllm_delta_sync.bucket import open_bucket
+from trainer_side import Budget, Publisher
 from vllm_delta_sync.cli import run as run_command
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.api.embedded import OfflineSync
-from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.manifest import Quarantine, version_key
-from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
-from vllm_delta_sync.settings import Settings, load_settings
 from vllm_delta_sync.tensors.bits import Bits
 
 
@@ -211,12 +204,6 @@ def test_quarantined_versions_beside_others_that_are_not_exact(
         server.reaches(version, commits=1 if version else 0)
 
 
-def test_setting_is_one_of_two() -> None:
-    assert load_settings({"bucket": "/x"}, {}).quarantined == "skip"
-    with pytest.raises(SettingsError, match="'quarantined'"):
-        load_settings({"bucket": "/x", "quarantined": "yes"}, {})
-
-
 # Asking for one
 
 
@@ -244,14 +231,6 @@ def test_version_that_the_setting_names_is_served(chain: MarkedChain, mark: Mark
     assert committed(server) == [1, 2, 4], "but no other that is marked"
 
 
-def test_offline_goes_where_a_server_goes(quarantined: MarkedChain) -> None:
-    server = Server(quarantined, quarantined.bits[0])
-    sync = OfflineSync(server.receiver)
-    assert sync.to()["served"]["version"] == 5
-    assert sync.to(6)["served"]["version"] == 6
-    assert sync.to(5)["served"]["version"] == 5
-
-
 # Nothing that is sound
 
 
@@ -275,16 +254,6 @@ def test_where_all_is_quarantined_nothing_is_served(tmp_path: Path) -> None:
     foreign.reaches(3, commits=1)
 
 
-def test_chain_that_ends_in_damage_is_followed_to_a_sound_version(tmp_path: Path) -> None:
-    chain = MarkedChain(tmp_path)
-    chain.play("..!!.")
-    chain.lose(5)
-    server = Server(chain, chain.bits[0])
-    with pytest.raises(NotFoundError):
-        server.receiver.advance()
-    server.serves(2)
-
-
 def test_manifest_that_calls_a_quarantined_version_sound_is_not_believed(tmp_path: Path) -> None:
     chain = MarkedChain(tmp_path)
     chain.play(".!!")
@@ -298,17 +267,6 @@ def test_manifest_that_calls_a_quarantined_version_sound_is_not_believed(tmp_pat
         server.receiver.advance()
     server.serves(server.receiver.served_version or 0)
     assert server.receiver.served_version in (0, 1)
-
-
-def test_branch_that_begins_at_a_quarantined_version_is_a_run_like_others(quarantined: MarkedChain) -> None:
-    url = str(quarantined.root / "branch")
-    made = branch(open_run(quarantined.url), 4, url)
-    assert made.manifest(0).quarantine is None
-    server = Server(quarantined, quarantined.bits[2])
-    receiver = Receiver(server.port, Settings(bucket=url))
-    receiver.advance()
-    assert receiver.served_version == 0
-    server.holds(quarantined.bits[4])
 
 
 @pytest.mark.parametrize("require_exact", [False, True])
@@ -377,26 +335,6 @@ def test_commands_show_the_mark(chain: MarkedChain, mark: Mark, capsys: pytest.C
 
 
 # Trainers
-
-
-def test_policy_that_breaks_and_recovers_never_reaches_the_server(tmp_path: Path) -> None:
-    world = World(tmp_path, ranks=2)
-    world.publisher.close()
-    world.publisher = Publisher(world.pairs, world.url, gate=Gate(action="quarantine", max_norm_jump=1.0), merge=False)
-    world.train(1)
-    world.receiver.advance()
-    good, kept = world.bits(), {name: tensor.clone() for name, tensor in world.tensors.items()}
-    name = next(iter(world.tensors))
-    world.tensors[name].view(-1)[3] = torch.nan
-    for step in (2, 3):
-        world.train(step)
-        world.receiver.advance()
-        world.expect_bits(good)
-    for key, tensor in kept.items():
-        world.tensors[key].copy_(tensor)
-    world.train_and_follow(4)
-    with open_bucket(world.url) as bucket:
-        assert marks(bucket) == [0, 1, 1, 1, 4]
 
 
 def test_publisher_with_a_budget_and_two_servers(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, reb
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
-    DigestError,
     EngineError,
     FormatError,
     LimitError,
@@ -175,44 +174,6 @@ def test_folded_ranges_spare_what_is_below_them(chain: Chain, ranks: int) -> Non
     assert server.receiver.status()["recent"][-1]["versions"] == 21
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_break_is_crossed_backwards_in_one_commit(chain: Chain, ranks: int) -> None:
-    """Nothing on the way back is ever served."""
-    chain.grow(9)
-    server = Server(chain, chain.bits[0], ranks, stage_bytes=0)
-    server.receiver.advance(9)
-    before = server.commits
-    chain.grow(1, base=4)
-    chain.grow(2)
-    served: list[int] = []
-    original = server.port.label
-
-    def label(version: int | None, run: str | None) -> None:
-        served.append(-1 if version is None else version)
-        original(version, run)
-
-    server.port.label = label  # type: ignore[method-assign]
-    server.receiver.advance()
-    server.serves(12)
-    assert served == [10, 11, 12]
-    assert server.commits - before == 3
-
-
-@pytest.mark.parametrize("codec", ["raw", "plain"])
-def test_break_that_cannot_be_crossed_backwards_is_rebuilt(tmp_path: Path, codec: str) -> None:
-    """Versions that replace bits cannot be taken back; there is the base, and no anchor further on."""
-    chain = Chain(tmp_path, base=True)
-    chain.grow(3)
-    chain.grow(4, codec=codec, full=[0] if codec == "plain" else [])
-    server = Server(chain, chain.bits[0])
-    server.reaches(7, commits=1)
-    chain.grow(1, base=2)
-    chain.grow(2)
-    server.reaches(10, commits=1)
-    server.receiver.rollback(7)
-    server.holds(chain.bits[7])
-
-
 def test_rebuild_that_lacks_its_base_leaves_what_is_served(tmp_path: Path) -> None:
     chain = Chain(tmp_path, base=True)
     chain.grow(4, codec="raw")
@@ -245,15 +206,6 @@ def test_behind_retention_the_newest_anchor_is_taken(chain: Chain, ranks: int) -
     server.holds(chain.bits[3])
 
 
-def test_anchor_is_taken_where_it_is_less_to_read(chain: Chain) -> None:
-    chain.grow(40, share=0.4, codec="raw")
-    server = Server(chain, chain.bits[0])
-    server.receiver.advance(0)
-    chain.beside_it(38)
-    server.reaches(40, commits=2)
-    assert [entry["version"] for entry in server.receiver.status()["recent"]] == [38, 40]
-
-
 def test_versions_before_a_hole_are_served_and_the_rest_when_it_heals(chain: Chain, tmp_path: Path) -> None:
     chain.grow(9)
     path = chain.folder / chain.manifests[6].objects[0].key
@@ -266,18 +218,6 @@ def test_versions_before_a_hole_are_served_and_the_rest_when_it_heals(chain: Cha
     hidden.rename(path)
     server.reaches(9, commits=1)
     assert server.receiver.status()["last_error"] is None
-
-
-def test_hole_behind_an_anchor_behind_a_hole(chain: Chain) -> None:
-    """As far as anything leads, and no further."""
-    chain.grow(20)
-    chain.beside_it(10)
-    chain.lose(5)
-    chain.damage(chain.manifests[15])
-    server = Server(chain, chain.bits[0])
-    with pytest.raises(DigestError):
-        server.receiver.advance()
-    server.serves(14)
 
 
 def test_damaged_manifest_in_the_middle_is_named(chain: Chain) -> None:

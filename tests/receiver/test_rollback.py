@@ -11,7 +11,7 @@ from vllm_delta_sync.engine.commit.agreement import common_version
 from vllm_delta_sync.engine.commit.undo_log import ENTRIES, FINGERPRINT_BYTES, UndoEntry, UndoLog
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert, unwrap
-from vllm_delta_sync.errors import BusyError, ChainError, EngineError, FingerprintError, NotFoundError
+from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
 
@@ -34,23 +34,6 @@ def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
         world.expect_bits(seen[version])
         assert world.receiver.verify()["verdict"]
     assert world.receiver.status()["undo"] == []
-
-
-def test_rollback_holds_until_release(world: World) -> None:
-    world.follow_each(3)
-    world.receiver.rollback(1)
-    status = world.receiver.status()
-    assert (status["state"], status["holding"], status["lag"]) == ("held", True, 2)
-    with pytest.raises(BusyError, match="release"):
-        world.receiver.advance()
-    world.train(4)
-    world.receiver.release()
-    world.receiver.advance()
-    assert world.receiver.status()["state"] == "idle"
-    assert world.receiver.served_version == 4
-    world.expect_exact()
-    # The commits that were taken back are gone; the new one, of three versions, can be.
-    assert world.receiver.status()["undo"] == [1, 0]
 
 
 def test_versions_that_cannot_be_gone_back_to_are_refused_by_name(world: World) -> None:
@@ -183,39 +166,6 @@ def test_log_keeps_so_many_commits_and_no_more() -> None:
         log.trim(10**12)
     assert len(log.versions) == ENTRIES
     assert log.versions[0] == ENTRIES + 48
-
-
-def test_a_version_that_the_log_does_not_hold_is_refused() -> None:
-    log = UndoLog()
-    push(log, 4, 0)
-    with pytest.raises(EngineError, match="version 9 is not in this rank's undo log, which holds 3; version 4 is kept"):
-        log.path(9, 4)
-
-
-def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``describe`` is asked for it in every pause: what each patch takes is added up once."""
-    asked = [0]
-    size = StagedPatch.nbytes.fget  # type: ignore[attr-defined]
-
-    def counted(patch: StagedPatch) -> int:
-        asked[0] += 1
-        return int(size(patch))
-
-    monkeypatch.setattr(StagedPatch, "nbytes", property(counted))
-    log = UndoLog()
-    for version in range(1, 101):
-        push(log, version, 3)
-        assert log.nbytes == version * 3 * FINGERPRINT_BYTES
-    for _ in range(40):
-        log.record_step(reverse=True)
-    for _ in range(10):
-        log.record_step(reverse=False)
-    assert log.nbytes == 100 * 3 * FINGERPRINT_BYTES
-    log.trim(50 * 3 * FINGERPRINT_BYTES)
-    assert (len(log.versions), log.nbytes) == (50, 50 * 3 * FINGERPRINT_BYTES)
-    assert asked[0] == 100
-    log.clear()
-    assert log.nbytes == 0
 
 
 def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> None:
