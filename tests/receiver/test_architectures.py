@@ -1,7 +1,6 @@
 """Named families of models: patched, each is bit for bit what vLLM's own loader makes of the same version."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from tests.e2e import warm
-from tests.support.running import run_python
 from tests.tools.models.reachable import differences
 
 SECONDS = 400
@@ -109,37 +107,3 @@ def test_missing_and_other_tensors_signs_and_nans_are_differences_and_caches_of_
     found = differences(mine, fresh)
     assert found[:2] == ["absorbed: only in a fresh load", "extra: only in the patched model"]
     assert found[2].startswith("scale: torch.float64")
-
-
-SABOTAGE = """
-import os, sys
-import torch
-from tests.support.running import run_python
-from tests.tools.models import __main__, sweep, trial
-
-attempt, call_rank = sweep.attempt, trial._Port.call_rank
-
-def crash(name, root):
-    return os.abort() if name == "Crash" else attempt(name, root)
-
-def flip_a_bit(self, rank, request):
-    answer = call_rank(self, rank, request)
-    if request.operation == "commit":
-        rank.model.model.norm.weight.data.view(torch.int16)[0] ^= 1
-    return answer
-
-sweep.attempt, trial._Port.call_rank = crash, flip_a_bit
-sys.argv[1:] = ["--only", "Crash", "Qwen2ForCausalLM", "--json", sys.argv[1]]
-sys.exit(__main__.main())
-"""
-
-
-@pytest.mark.slow
-def test_a_crash_and_a_wrong_bit_are_rows(tmp_path: Path) -> None:
-    """Whatever ends the process of one architecture, the others are tried; and either makes the command fail."""
-    found = tmp_path / "rows.json"
-    run_python("-c", SABOTAGE, str(found), code=1)
-    rows = {row["architecture"]: row for row in json.loads(found.read_text())}
-    assert {row["outcome"] for row in rows.values()} == {"WRONG"}
-    assert "ended with -6" in rows["Crash"]["reason"]
-    assert rows["Qwen2ForCausalLM"]["reason"] == "after the commit of version 1: model.norm.weight: 1 of 128 elements"

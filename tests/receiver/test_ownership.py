@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.routing import all_indices
-from vllm_delta_sync.engine.model.route import Region, Route, coalesce, find_overlap, split_regions
-from vllm_delta_sync.engine.model.route_map import RouteMap, fingerprint_in_place, fingerprint_via_copy
+from vllm_delta_sync.engine.model.route import Region, coalesce, find_overlap, split_regions
+from vllm_delta_sync.engine.model.route_map import fingerprint_in_place, fingerprint_via_copy
 from vllm_delta_sync.engine.model.shard_ownership import prove_ownership
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
@@ -31,14 +31,6 @@ def injective_regions(draw: st.DrawFn) -> Region:
         reach = stride * size
     order = draw(st.permutations(range(len(sizes))))
     return Region(draw(st.integers(0, 9)), tuple(sizes[i] for i in order), tuple(strides[i] for i in order))
-
-
-@given(injective_regions())
-def test_no_index_occurs_twice(region: Region) -> None:
-    assert region.is_injective
-    found = all_indices(region)
-    assert len(set(found)) == len(found) == region.numel
-    assert max(found) == region.last
 
 
 @st.composite
@@ -109,24 +101,12 @@ def test_weights_have_one_fingerprint_in_place_and_through_a_copy(region: Region
     assert fingerprint_via_copy("a", flat, source, region) == fingerprint_in_place("a", flat, source, region)
 
 
-def test_repeated_elements_are_not_injective() -> None:
-    assert not Region(0, (3, 2), (0, 1)).is_injective
-    assert not Region(0, (2, 3), (1, 1)).is_injective
-
-
 # Who holds what
 
 
 ROWS, COLUMNS = 12, 8
 TABLE = TensorTable([TensorSpec("a", "BF16", (ROWS, COLUMNS)), TensorSpec("b", "BF16", (4,))])
 WHOLE = Region(0, (ROWS * COLUMNS,), (1,))
-
-
-def test_a_tensor_counts_as_loaded_if_any_rank_loads_it() -> None:
-    """Until ranks have been asked, if this one does."""
-    routes = [[Route(0, WHOLE, WHOLE)], []]
-    assert RouteMap(TABLE, [], routes).loaded == [True, False]
-    assert RouteMap(TABLE, [], routes, loaded=[True, True]).loaded == [True, True]
 
 
 def rows(first: int, last: int) -> Region:
