@@ -129,6 +129,7 @@ def test_one_leads_at_a_time_and_each_answers(world: World, processes: list[Proc
             wait_until(lambda: len(leader_of(alive).status()["servers"]) == len(alive))
 
 
+@pytest.mark.slow
 def test_request_that_the_leader_has_not_seen_counts_in_its_follower(folder: Path, processes: list[Process]) -> None:
     """A version that it asked for is waited for there, not refused as unreachable."""
     leader = leader_of(processes)

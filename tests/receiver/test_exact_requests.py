@@ -284,35 +284,24 @@ async def test_what_waits_behind_others_is_ended_by_their_step() -> None:
     assert client.engine_core.aborted == [client.added["queued"]]
 
 
+@pytest.mark.parametrize("name", ["other", "slow"], ids=["another name", "the same name"])
 @scenario
-async def test_one_of_several_engines_says_nothing_of_the_others() -> None:
-    own = version_label(5)
-    client = Client(own, own)
+async def test_one_of_several_engines_says_nothing_of_the_others(name: str) -> None:
+    """Engines give themselves labels, and clients choose names, by X-Request-Id."""
+    labels = [version_label(5) for _ in range(2)]
+    client = Client(*labels)
     request, reader = await begun(client, 5, "slow")
-    other = Reader(client.generate("p", STREAM, "other"))
+    mine = client.added["slow"]
+    other = Reader(client.generate("p", STREAM, name))
     await settle()
-    client.step(NEXT, "other", last=True)
-    client.step(own, "slow", last=True)
-    await reader.ended()
+    client.step(NEXT, name, last=True)
     await other.ended()
-    assert (reader.tokens, reader.error, request.error) == ([7], None, None)
-
-
-@scenario
-async def test_request_of_the_same_name_is_another_request() -> None:
-    """Clients choose names, by X-Request-Id."""
-    own = version_label(5)
-    client = Client(own, own)
-    request, reader = await begun(client, 5, "a")
-    mine = client.added["a"]
-    other = Reader(client.generate("p", STREAM, "a"))
+    client.added["slow"] = mine
+    client.step(labels[0], "slow")
     await settle()
-    client.step(NEXT, "a", last=True)
-    await other.ended()
-    client.added["a"] = mine
-    client.step(own, "a", last=True)
+    client.step(labels[1], "slow", last=True)
     await reader.ended()
-    assert (reader.tokens, reader.error, request.error) == ([7], None, None)
+    assert (reader.tokens, reader.error, request.error) == ([7, 7], None, None)
     assert (other.tokens, other.error, client.engine_core.aborted) == ([7], None, [])
 
 
@@ -453,17 +442,6 @@ async def test_admission_ends_with_an_engine_that_dies_before_it_answers() -> No
     client.errored = True
     with pytest.raises(EngineError, match="does not say which version it serves: it died before it answered"):
         await asyncio.wait_for(admitting, 10)
-
-
-@scenario
-async def test_engines_that_gave_themselves_labels_of_one_version_are_at_it() -> None:
-    labels = [version_label(5) for _ in range(2)]
-    client = Client(*labels)
-    request, reader = await begun(client, 5, "a", "b")
-    client.step(labels[0], "a", last=True)
-    client.step(labels[1], "b", last=True)
-    await reader.ended()
-    assert (reader.tokens, request.error) == ([7, 7], None)
 
 
 def test_what_a_server_cannot_do_it_says() -> None:

@@ -20,7 +20,7 @@ from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
-from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
 from vllm_delta_sync.settings import Settings
 
@@ -197,27 +197,6 @@ def test_a_heartbeat_outlives_an_unexpected_error(
     assert [heartbeat.state for heartbeat in heartbeats(chain)] in ([], ["left"])
 
 
-def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store may have kept what it did not answer."""
-    server = Server(chain, chain.bits[0])
-    server.receiver.advance()
-    keeper, stop = HeartbeatWriter(server.receiver, "one"), threading.Event()
-    write, lost = keeper._write, [True]
-
-    def unanswered(*content: Any) -> None:
-        write(*content)
-        if lost:
-            lost.pop()
-            raise StoreError("the connection was closed")
-
-    monkeypatch.setattr(keeper, "_write", unanswered)
-    assert not keeper.write_if_due()
-    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["idle"]
-    stop.set()
-    keeper.run(stop)
-    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["left"]
-
-
 @pytest.mark.parametrize(("policy", "name"), [("follow", "one"), ("manual", "one"), ("follow", None)])
 def test_service_writes_a_heartbeat_only_under_a_name(chain: Chain, policy: str, name: str | None) -> None:
     server = Server(chain, chain.bits[0])
@@ -232,12 +211,6 @@ def test_service_writes_a_heartbeat_only_under_a_name(chain: Chain, policy: str,
 def test_heartbeat_is_valid_for_three_seconds_at_least() -> None:
     with pytest.raises(ValueError, match="heartbeat_seconds"):
         Settings(bucket="/run", receiver_id="one", heartbeat_seconds=2)
-
-
-def test_receiver_alone_writes_nothing(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0])
-    Receiver(server.port, Settings(bucket=chain.url, receiver_id="one")).advance()
-    assert not (chain.folder / "heartbeats").exists()
 
 
 def test_server_says_what_it_does_and_that_it_leaves(fleet: Fleet) -> None:

@@ -98,7 +98,13 @@ def test_every_answer_is_json_and_kept_by_nobody(site: Site) -> None:
         assert isinstance(json.loads(answer.content), dict)
 
 
-def test_bug_is_answered_without_credentials(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_show_no_credentials(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = site.service.receiver.board
+    board.report_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
+    text = site.client().get("/delta_sync/status").text
+    assert "s3://bucket/run" in text
+    assert "hidden" not in text
+
     def broken() -> dict[str, Any]:
         raise ValueError("cannot read https://key:hidden@store.example/a?X-Amz-Signature=hidden")
 
@@ -108,14 +114,6 @@ def test_bug_is_answered_without_credentials(site: Site, monkeypatch: pytest.Mon
     assert answer.json()["error"]["kind"] == "engine"
     assert "https://store.example/a" in answer.text
     assert "hidden" not in answer.text
-
-
-def test_status_shows_no_credentials(site: Site) -> None:
-    board = site.service.receiver.board
-    board.report_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
-    text = site.client().get("/delta_sync/status").text
-    assert "s3://bucket/run" in text
-    assert "hidden" not in text
 
 
 # Admission by version, readiness and waiting, on a real socket

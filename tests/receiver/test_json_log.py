@@ -80,12 +80,8 @@ def test_other_lines_and_tracebacks_are_one_object_without_secrets(stream: io.St
     assert "abcdef123456" not in second["exception"]
 
 
-@pytest.mark.parametrize("log_format", ["json", "text"])
-def test_a_publisher_logs_each_version_as_it_is_asked_to(tmp_path: Path, log_format: str) -> None:
-    done = run_python("-c", PUBLISH, str(tmp_path / "run"), environment={"DELTA_SYNC_LOG_FORMAT": log_format})
-    if log_format == "text":
-        assert "published" not in done.stderr
-        return
+def test_a_publisher_logs_each_version_on_request(tmp_path: Path) -> None:
+    done = run_python("-c", PUBLISH, str(tmp_path / "run"), environment={"DELTA_SYNC_LOG_FORMAT": "json"})
     (line,) = (line for line in lines(done.stderr) if line["event"] == "published")
     assert line.keys() == ABOUT_A_VERSION
     assert (line["version"], line["step"], line["changed"], line["level"]) == (1, 7, 10, "INFO")

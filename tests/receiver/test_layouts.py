@@ -212,15 +212,8 @@ def test_pause_that_the_others_never_join_can_be_ended() -> None:
 
 
 def config(moe: bool = False, **parallel: Any) -> Any:
-    settings = {
-        "data_parallel_size": 1,
-        "enable_eplb": False,
-        "enable_elastic_ep": False,
-        "local_engines_only": False,
-        "distributed_executor_backend": "mp",
-        "world_size": 1,
-        **parallel,
-    }
+    off = dict.fromkeys(("enable_eplb", "enable_elastic_ep", "local_engines_only"), False)
+    settings = {"data_parallel_size": 1, "distributed_executor_backend": "mp", "world_size": 1, **off, **parallel}
     return SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=SimpleNamespace(is_moe=moe))
 
 

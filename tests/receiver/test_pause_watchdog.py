@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.support.engine_cores import EngineCore
-from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
+from vllm_delta_sync.engine.commit.agreement import common_version
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.version_labels import plain_label
 from vllm_delta_sync.engine.core import pause_watchdog
@@ -66,13 +66,6 @@ def test_on_which_version_ranks_agree(answers: list[RankState | RankFailure], ve
         return
     with pytest.raises(WeightsLostError):
         common_version(answers)
-
-
-def test_settled_means_every_rank_whole_and_confirmed() -> None:
-    assert all_hold([rank(5), rank(5)], 5, confirmed=True)
-    assert not all_hold([rank(5), rank(4)], 5, confirmed=True)
-    assert not all_hold([rank(5), rank(5, confirmed=False)], 5, confirmed=True)
-    assert not all_hold([rank(5), rank(5, intact=False)], 5, confirmed=True)
 
 
 def test_an_engine_that_gets_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
