@@ -33,8 +33,8 @@ from vllm_delta_sync.trust.keys import generate
 PARSER = cli.build_parser()
 SERVER_COMMANDS = ("status", "sync", "rollback", "hold", "release", "wait")
 """Those that call a server, by default one on this machine."""
-VERSIONS = 110
-"""The newest version that an example names is 420, for which 100 stands."""
+VERSIONS = 42
+"""Examples name versions up to 420 and 100, for which 40 stands, and step 400, which is version 40."""
 SHELL = ("bash", "sh", "")
 """Languages of the blocks of a document that have command lines."""
 SITE_VERSIONS = 20
@@ -57,7 +57,7 @@ PLACES = (
     (r"http://[a-z0-9.-]+:8000", "SERVER"),
     # A gigabyte takes a disk too long, and hundreds of versions each command.
     (r"^1GB$", "1MB"),
-    (r"^420$", "100"),
+    (r"^(420|100)$", "40"),
 )
 """What an example names → what stands for it, in the folder in which it runs."""
 ENDED = {
