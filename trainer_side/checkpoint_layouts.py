@@ -111,7 +111,7 @@ def step_of(path: Path) -> int | None:
 def _recorded_step(path: Path) -> int | None:
     """Return ``global_step`` of transformers' trainer_state.json; None without one."""
     try:
-        state = load_json((path / TRAINER_STATE).read_bytes(), TRAINER_STATE)
+        state = load_json((path / TRAINER_STATE).read_bytes(), TRAINER_STATE, finite=False)
     except (OSError, FormatError):
         return None
     step = state.get("global_step") if isinstance(state, dict) else None

@@ -31,6 +31,7 @@ from pydantic import (
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.errors import (
+    DataError,
     DeadlineError,
     DeltaSyncError,
     EngineError,
@@ -39,6 +40,7 @@ from vllm_delta_sync.errors import (
     UsageError,
     error_kinds,
 )
+from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.redaction import REMOVED, public_url
 
 REQUEST_SECONDS = 10.0
@@ -48,6 +50,8 @@ MAX_MESSAGE = 2000
 MAX_NAME = 100
 MAX_ITEMS = 64
 """Most items of a list in a status that are shown."""
+MAX_INTEGER = 2**53
+"""Larger numbers in a status, which no server can mean, are not shown: a float cannot hold all of them."""
 MAX_MILLISECONDS = 1e15
 """Longer durations in a status, which no server can mean, are not shown."""
 STAGING = ("fetch", "verify", "decode", "route", "rescan")
@@ -83,6 +87,7 @@ class Reply:
         return ServerStatus.model_validate(self.document)
 
 
+Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Text = Annotated[str, AfterValidator(lambda text: text[:MAX_NAME])]
 Message = Annotated[str, AfterValidator(lambda text: text[:MAX_MESSAGE])]
 Messages = Annotated[list[Message], BeforeValidator(lambda found: [str(item) for item in found[:MAX_ITEMS]])]
@@ -108,8 +113,8 @@ class _Untrusted(BaseModel):
 class VersionPoint(_Untrusted):
     """A version that the status names. ``distance``: relative, from the trainer's weights; None if it is not known."""
 
-    version: int
-    step: int | None = None
+    version: Whole
+    step: Whole | None = None
     quarantined: Messages = []
     held_back: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
     distance: float | None = Field(None, validation_alias=AliasPath("held_back", "relative_norm"))
@@ -124,11 +129,11 @@ class VersionPoint(_Untrusted):
 class RecentUpdate(_Untrusted):
     """A commit of ``versions`` versions, the newest of which is ``version``. Timings are in milliseconds."""
 
-    version: int | None = None
+    version: Whole | None = None
     versions: Annotated[int, BeforeValidator(len)] = 1
-    step: int | None = None
-    changed: int | None = None
-    payload: int | None = Field(None, validation_alias="payload_bytes")
+    step: Whole | None = None
+    changed: Whole | None = None
+    payload: Whole | None = Field(None, validation_alias="payload_bytes")
     timings: Annotated[
         dict[str, float],
         BeforeValidator(lambda found: {name: float(ms) for name, ms in found.items() if _is_duration(ms)}),
@@ -167,7 +172,7 @@ class ServerStatus(_Untrusted):
     run: Text | None = None
     served: VersionPoint | None = None
     head: VersionPoint | None = None
-    lag: int | None = None
+    lag: Whole | None = None
     state: Text | None = None
     policy: Text | None = None
     target: Text | None = None
@@ -176,7 +181,7 @@ class ServerStatus(_Untrusted):
     reasons: Messages = Field([], validation_alias=AliasPath("ready", "reasons"))
     last_error: ServerFailure | None = None
     error: Annotated[ServerFailure | None, Field(exclude=True)] = None
-    commits: int | None = None
+    commits: Whole | None = None
     polled: float | None = Field(None, validation_alias="polled_seconds")
     listens: bool | None = Field(None, validation_alias=AliasPath("notice", "listens"))
     heard: float | None = Field(None, validation_alias=AliasPath("notice", "heard_seconds"))
@@ -275,8 +280,9 @@ def ask(
         # Something in between may echo a request's headers, and answers are printed.
         data = data.replace(token.encode(), REMOVED.encode())
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
+        # Not ``json.loads``, which takes NaN and reads 1e999 as infinity: the commands print answers as JSON again.
+        document = load_json(data, url)
+    except DataError:
         document = None
     return Reply(answer.status, document if isinstance(document, dict) else {})
 

@@ -265,6 +265,8 @@ OTHERS: dict[str, Answer] = {
     "a page": Answer(200, b"<html>"),
     "a list": Answer(200, b"[1]"),
     "another document": Answer(200, b'{"state": 5}'),
+    "NaN, which is no JSON": Answer(200, b'{"state": "idle", "lag": NaN}'),
+    "infinity": Answer(200, b'{"state": "idle", "lag": -1e999}'),
     "an error without a kind": Answer(503, b'{"error": "down"}'),
     "a kind that is no word": Answer(500, b'{"error": {"kind": "\\u001b[2J", "message": "x"}}'),
     "a proxy's login": Answer(401, b"<html>"),
@@ -289,7 +291,10 @@ def test_what_a_server_says_is_harmless() -> None:
         "lag": {},
         "ready": {"reasons": [{"\x1b": 1}, 7]},
         "last_error": {"kind": "store", "message": "\x1b]0;x" + "y" * 9999},
-        "recent": [3, {"version": "1", "changed": None, "timings_ms": {"pause": "x", "fetch": 1.5, "route": 10**400}}],
+        "recent": [
+            3,
+            {"version": "1", "payload_bytes": 10**400, "timings_ms": {"pause": "x", "fetch": 1.5, "route": 10**400}},
+        ],
         "ok": False,
         "error": {"kind": "of the server"},
     }

@@ -166,7 +166,7 @@ def test_a_tied_head_of_the_base_follows_a_trainer_that_has_it_once(source: str,
 
 def test_a_tied_head_of_an_unknown_embedding_is_refused(url: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", {name: torch.zeros(4, 2) for name in ("a", "b", HEAD)})
-    (base / "config.json").write_text('{"text_config": {"tie_word_embeddings": true}}')
+    (base / "config.json").write_text('{"text_config": {"tie_word_embeddings": true}, "limits": [0, Infinity]}')
     given = {name: torch.zeros(4, 2) for name in ("a", "b")}
     with pytest.raises(ModelError, match=rf"config.json ties tensor '{HEAD}' of base .* 'a', 'b' have its shape"):
         Publisher(given, url, base=base)

@@ -36,6 +36,7 @@ def test_steps_in_names(name: str, step: int | None) -> None:
         ("checkpoint-100", b'{"global_step": 7}', 100),
         ("last", b'{"global_step": 7}', 7),
         ("last-2025", b'{"global_step": 7}', 7),
+        ("last", b'{"global_step": 7, "log_history": [{"grad_norm": NaN}]}', 7),
         ("last", b'{"global_step": "7"}', None),
         ("last", b'{"global_', None),
         ("last-2025", None, None),

@@ -84,7 +84,7 @@ def quantized(
     names = to_quantize(live, specs)
     if not names or b'"quantization_config"' not in config:
         return live
-    document = load_json(config, "config.json")
+    document = load_json(config, "config.json", finite=False)
     recipe = document.get("quantization_config") if isinstance(document, dict) else None
     if not isinstance(recipe, dict):
         return live

@@ -180,7 +180,7 @@ def _tied_aliases(
 
 
 def _ties_heads(config: bytes) -> bool:
-    document = load_json(config, CONFIG_NAME) if config else None
+    document = load_json(config, CONFIG_NAME, finite=False) if config else None
     parts = [document, document.get("text_config")] if isinstance(document, dict) else []
     return any(isinstance(part, dict) and bool(part.get("tie_word_embeddings")) for part in parts)
 

@@ -4,6 +4,7 @@ Digests and signatures of documents are stable because of this.
 """
 
 import json
+import math
 import re
 from typing import Any
 
@@ -48,8 +49,12 @@ def load_canonical(data: bytes, what: str, limit: int = MAX_JSON_BYTES) -> Any:
     return value
 
 
-def load_json(data: bytes, what: str) -> Any:
+def load_json(data: bytes, what: str, finite: bool = True) -> Any:
     """Parse JSON; refuse duplicate keys, nesting beyond MAX_JSON_DEPTH and halves of surrogate pairs.
+
+    Args:
+        finite: whether to refuse NaN and infinities; False for files such as config.json, where Python's ``json`` may
+            have written them.
 
     Raises:
         LimitError: more values than MAX_JSON_VALUES; nothing was allocated.
@@ -61,7 +66,8 @@ def load_json(data: bytes, what: str) -> Any:
         raise FormatError(f"{what} is nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
     check_limit(f"{what}: number of values", values, MAX_JSON_VALUES, "MAX_JSON_VALUES")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        parsers: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, **parsers)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -102,6 +108,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """Parse a number with a fraction or an exponent; JSON cannot spell the infinity that Python makes of 1e999."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is beyond the largest double")
+    return value
 
 
 def _is_deep(data: bytes) -> bool:
