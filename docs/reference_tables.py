@@ -44,7 +44,8 @@ STATUS_FIELDS = {
     "servers[].pid": "its process",
     "servers[].role": "as above",
     "timings_ms": "of the last commit, see [timings](#timings); empty before the first",
-    "commits": "commits since the start; one commit may advance by several versions",
+    "commits": "changes of the weights served since the start, rollbacks and repairs included; one may advance by "
+    "several versions",
     "polls": "polls of the bucket since the start",
     "polled_seconds": "seconds since the last successful poll; null before the first",
     "fleet": "see [fleets](fleet.md)",
@@ -82,9 +83,9 @@ STATUS_FIELDS = {
     "trust.expires_at": "until when HEAD.json counts as the newest; null if unknown",
     "trust.expired": "whether that time has passed",
     "recent": f"the last {RECENT_COMMITS} commits, oldest first",
-    "recent[].versions": "versions that were merged into the commit; the last one is `version`",
-    "recent[].changed": "changed elements in their deltas",
-    "recent[].payload_bytes": "bytes of their objects",
+    "recent[].versions": "how many versions it applied; 0 for a rollback from the undo log and for a repair",
+    "recent[].changed": "changed elements in their deltas; 0 if there are none",
+    "recent[].payload_bytes": "bytes of their objects; 0 if there are none",
     "recent[].timings_ms": "as above",
 }
 """Members of ``GET /delta_sync/status``."""

@@ -130,7 +130,7 @@ class RecentUpdate(_Untrusted):
     """A commit of ``versions`` versions, the newest of which is ``version``. Timings are in milliseconds."""
 
     version: Whole | None = None
-    versions: Annotated[int, BeforeValidator(len)] = 1
+    versions: Whole = 1
     step: Whole | None = None
     changed: Whole | None = None
     payload: Whole | None = Field(None, validation_alias="payload_bytes")

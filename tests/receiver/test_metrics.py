@@ -24,6 +24,7 @@ from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError, error_kinds
 from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.server_client import ServerStatus
 from vllm_delta_sync.settings import Settings
 
 
@@ -56,6 +57,14 @@ def test_each_move_is_counted_once_with_what_it_took(tmp_path: Path) -> None:
     world.receiver.verify()
     world.receiver.repair()
     assert {move: took() for move, took in moves.items()} == {"forward": 1, "rollback": 1, "repair": 1}
+    status = world.receiver.status()
+    assert (status["commits"], status["timings_ms"]) == (3, status["recent"][-1]["timings_ms"])
+    shown = ServerStatus.model_validate(status).recent
+    assert [(row.version, row.versions, row.pause is None) for row in shown] == [
+        (2, 2, False),
+        (0, 0, False),
+        (0, 0, False),
+    ]
     assert (versions(), pauses()) == (2, 3)
 
 

@@ -144,6 +144,7 @@ class WeightUpdater:
         self._port.label(target.version, target.run)
         self._board.set(served=target, invalidated=False, repair_target=None)
         self._confirm()
+        self._board.record_commit(target, ordered(timings))
         metrics.count_move("repair", timings)
         logger.warning("%s", _repair_line(target, timings), extra=_line_fields("repaired", target, timings))
 
@@ -292,7 +293,7 @@ class WeightUpdater:
         self._keeps_undo = self._keeps_undo and left is None
         self._planner.feedback.record_commit(target.version)
         self._confirm()
-        self._board.record_commit(plan, ordered(timings))
+        self._board.record_commit(target, ordered(timings), plan)
         if self._planner.avoided_keys:
             logger.warning(
                 "version %d was reached without %s", target.version, ", ".join(self._planner.avoided_keys[:4])
@@ -373,6 +374,7 @@ class WeightUpdater:
         timings = self._resume(transaction, target)
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._confirm()
+        self._board.record_commit(target, ordered(timings))
         metrics.count_move("rollback", timings)
         line = _rollback_line(target, served.version, timings)
         logger.info("%s", line, extra=_line_fields("rolled_back", target, timings))

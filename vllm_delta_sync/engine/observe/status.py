@@ -136,15 +136,19 @@ class StatusBoard:
         else:
             self.settle(error=shown)
 
-    def record_commit(self, plan: UpdatePlan, timings: dict[str, float]) -> None:
-        """Record a commit of one or more versions."""
+    def record_commit(self, target: Manifest, timings: dict[str, float], plan: UpdatePlan | None = None) -> None:
+        """Record a change of the weights served.
+
+        Args:
+            plan: what was read from the bucket for it; None if nothing was, as for the undo log, or if it is not known.
+        """
         rounded = {name: round(value, 3) for name, value in timings.items()}
         entry = {
-            "version": plan.target.version,
-            "step": plan.target.step,
-            "versions": plan.versions,
-            "changed": plan.changed,
-            "payload_bytes": plan.payload_bytes,
+            "version": target.version,
+            "step": target.step,
+            "versions": 0 if plan is None else plan.versions,
+            "changed": 0 if plan is None else plan.changed,
+            "payload_bytes": 0 if plan is None else plan.payload_bytes,
             "timings_ms": rounded,
         }
         with self._lock:
