@@ -53,6 +53,12 @@ class NotFoundError(DataError):
     exit_code = 3
 
 
+class LostError(NotFoundError):
+    """What a published version needs is missing, and no garbage collection removed it: the run is damaged."""
+
+    exit_code = 1
+
+
 class BaseUnavailableError(DataError):
     """The checkpoint or run that version 0 refers to is missing, unreadable or another one; the bucket is not at fault.
 

@@ -117,6 +117,9 @@ def test_a_head_that_names_what_is_gone_is_1(written: Written) -> None:
     written.lose(written.object_of(3))
     assert kind(1, "inspect", "--bucket", written.folder, "--version", "3") == "not_found"
     assert kind(3, "inspect", "--bucket", written.folder, "--version", "9") == "not_found"
+    for command in ("export --to {}", "diff 0 3", "follow --once --to {}", "tag set x", "branch --to {}"):
+        arguments = command.format(written.folder.with_name(command.split()[0])).split()
+        assert kind(1, *arguments, "--bucket", written.folder) == "not_found", command
     for version in range(9):
         written.lose(version_key(version))
     for arguments in (("log", "--bucket"), ("inspect", "--bucket"), ("verify", "--bucket")):
@@ -143,6 +146,14 @@ def test_versions_that_gc_cannot_keep_are_1(written: Written) -> None:
         code, document = code_of(written, *policy, *flags)
         assert (code, [row["version"] for row in document["lost"]]) == (1, [7, 8])
         assert kind(1, *policy, *flags, "--bucket", written.folder) == "incomplete"
+
+
+def test_versions_that_gc_removed_are_3(written: Written) -> None:
+    written.merged_deltas()
+    assert code_of(written, "gc", "--keep-last", "3", "--min-age", "0s")[0] == 0
+    for command in ("export --version 2 --to {}", "diff 2 head", "inspect --version 2"):
+        done = delta_sync(*command.format(written.folder.with_name("new")).split(), "--bucket", written.folder)
+        assert (done.code, "(delta-sync gc)" in done.err) == (3, True), done
 
 
 def test_ranges_that_there_cannot_be_are_no_failure_of_compact(tmp_path: Path) -> None:

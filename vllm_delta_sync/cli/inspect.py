@@ -104,6 +104,12 @@ def version_document(run: "Run", version: int) -> Document:
         manifest = run.manifest(version)
         tensors = _changed_tensors(run, manifest)
     except NotFoundError as error:
+        record = run.retention()
+        if record is not None and record.is_gone(version):
+            raise NotFoundError(
+                f"the objects of version {version} were removed by garbage collection (delta-sync gc), so its changes "
+                "are unknown; delta-sync log shows its manifest, delta-sync diff compares versions that are kept"
+            ) from error
         as_finding(error)  # the version was published, so it is damaged
         raise
     return {
@@ -162,7 +168,7 @@ def _print_version(data: Document, top: int | None) -> None:
         share = percent(data["changed"], data["total"])
         delta = [
             ("carried", f"{data['changed']:,} of {data['total']:,} elements, {share}"),
-            ("codec", f"{data['codec']}, compression {data['compression']}"),
+            ("codec", f"{data['codec']}, compression {data['compression']}" if data["codec"] else None),
         ]
     print_fields(
         ("version", f"{data['version']} ({data['kind']}), step {data['step']}"),

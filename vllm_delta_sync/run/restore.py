@@ -28,6 +28,7 @@ from vllm_delta_sync.errors import (
     DataError,
     DeltaSyncError,
     FingerprintError,
+    LostError,
     NotFoundError,
     StoreError,
     UsageError,
@@ -195,7 +196,7 @@ def restore(
 
     Raises:
         BaseUnavailableError: version 0 refers to a checkpoint or run that is needed, and missing, damaged or another.
-        NotFoundError: the version is no longer kept, or an object is missing.
+        NotFoundError: the version is no longer kept. LostError: an object is missing.
         UsageError: the URL or the model name of the base is invalid, or a library for it is not installed.
         DataError: if no other path leads to the version: the first error, or that of the base if there is one.
         StoreError: the store failed, or there is no room for the weights.
@@ -275,7 +276,7 @@ def _explain_failure(run: RunReader, target: Manifest, error: DeltaSyncError) ->
         return error
     record = run.retention()
     if record is None or not record.gave_up(target.version):
-        return error
+        return LostError(error.message) if isinstance(error, NotFoundError) else error
     return NotFoundError(
         f"version {target.version} is no longer kept: garbage collection removed what it needs (delta-sync gc); "
         f"choose another version ({error.message})"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import check_stored_size
-from vllm_delta_sync.errors import DataError, FormatError, NotFoundError
+from vllm_delta_sync.errors import DataError, FormatError, LostError, NotFoundError
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import RETENTION_KEY, Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_of_key
@@ -44,7 +44,8 @@ def lasting_plan(run: RunReader, target: Manifest) -> Plan:
     """Return a plan to rebuild a version from objects that are all stored and that no collection is removing.
 
     Raises:
-        NotFoundError: there is no such plan. FormatError: it needs what is damaged. StoreError: the store failed.
+        NotFoundError: a collection removed what it needs. LostError: something else did. FormatError: it needs what is
+            damaged. StoreError: the store failed.
     """
     record = run.retention() or empty_record(run)
     avoid = set(record.going)
@@ -53,7 +54,7 @@ def lasting_plan(run: RunReader, target: Manifest) -> Plan:
         try:
             found = plan_read(run, target, avoid)
         except DataError as error:
-            raise _lost(target, first or error) from error
+            raise _lost(record, target, first or error) from error
         documents = [
             (found.root.key, found.root.document.objects),
             *((step.key, step.objects) for step in found.steps),
@@ -64,16 +65,17 @@ def lasting_plan(run: RunReader, target: Manifest) -> Plan:
             except DataError as error:
                 first = first or error
                 if key in avoid:
-                    raise _lost(target, first) from error
+                    raise _lost(record, target, first) from error
                 avoid.add(key)
                 break
         else:
             return found
 
 
-def _lost(target: Manifest, reason: DataError) -> DataError:
+def _lost(record: Retention, target: Manifest, reason: DataError) -> DataError:
     damage = next((error for error in (reason, reason.__cause__) if isinstance(error, FormatError)), None)
-    kind = NotFoundError if damage is None else type(damage)
+    absent = NotFoundError if record.gave_up(target.version) else LostError
+    kind = absent if damage is None else type(damage)
     return kind(f"version {target.version} cannot be rebuilt: {reason.message}; choose another version")
 
 
