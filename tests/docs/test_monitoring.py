@@ -136,6 +136,8 @@ def test_prometheus_finds_servers_and_rules() -> None:
 # Alerts over time, by Prometheus's own program.
 
 FREE, HELD = ('delta_sync_state{state="held"}', "0x400"), ('delta_sync_state{state="held"}', "1x400")
+# Whether the server reads the bucket: one that is held, refused or lost does not, nor one whose store is unreachable.
+READS, DEAF = ("delta_sync_look_timestamp_seconds", "0+60x400"), ("delta_sync_look_timestamp_seconds", "0x400")
 
 
 def lag(values: str) -> tuple[str, str]:
@@ -206,10 +208,11 @@ CASES = [
     Case("DeltaSyncPauseTooLong", 20, pauses(below_a_second=10)),
     Case("DeltaSyncQuarantined", 2, [("delta_sync_head_quarantined", "0 1x5")], {}),
     Case("DeltaSyncQuarantined", 2, [("delta_sync_head_quarantined", "1 0x5")]),
-    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "7x80"), FREE], {}, "7"),
-    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "7x30 8x50"), FREE]),
-    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "_x30 7x50"), FREE]),
-    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "7x80"), HELD]),
+    Case("DeltaSyncQuarantined", 9, [("delta_sync_head_quarantined", "0 1x9"), DEAF]),
+    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "7x80"), READS], {}, "7"),
+    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "7x30 8x50"), READS]),
+    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "_x30 7x50"), READS]),
+    Case("DeltaSyncPublisherSilent", 70, [("delta_sync_head_version", "7x80"), DEAF]),
 ]
 TARGET = {"instance": "server:8000", "job": "delta-sync"}
 
