@@ -170,7 +170,8 @@ def commands() -> Iterator[str]:
     yield (
         'Commands print text for people, or with `--json` one line, `{"ok": true, "command": "log", "data": {…}}`. If '
         '`ok` is false, `error` is `{"kind", "message"}`, and `data` is there if the command has found something: '
-        "`log` of a damaged run lists what it could read. `ok` of the last line is true exactly if the exit code is 0. "
+        "`log` of a damaged run lists what it could read. `ok` of the last line is true exactly if the exit code is 0, "
+        "unless a signal ended the command. "
         "`command` is null if the command line could not be parsed."
     )
     yield (

@@ -192,6 +192,12 @@ class ServerStatus(_Untrusted):
         list[RecentUpdate], BeforeValidator(lambda found: [row for row in found if isinstance(row, dict)][-MAX_ITEMS:])
     ] = []
 
+    @property
+    def retries(self) -> bool:
+        """Whether the server serves a version, and tries again by itself what failed."""
+        follows = self.policy == "follow" and not self.holding and self.state not in ("held", "lost")
+        return self.served is not None and follows
+
 
 def _is_duration(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < MAX_MILLISECONDS  # type: ignore[arg-type]

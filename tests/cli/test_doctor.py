@@ -39,6 +39,7 @@ from vllm_delta_sync.doctor import bucket_checks
 from vllm_delta_sync.doctor.bucket_checks import ago
 from vllm_delta_sync.doctor.doctor import examine
 from vllm_delta_sync.doctor.findings import CheckResult
+from vllm_delta_sync.doctor.server_checks import ServerProbe
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import AccessError, ConflictError, StoreError
@@ -655,6 +656,7 @@ STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "versions of nonsense": ({"served": {"version": "3"}, "head": []}, "lag", "warning", "serves no version"),
     "booleans for numbers": ({"served": {"version": True}}, "lag", "warning", "serves no version"),
     "error": ({"last_error": {"kind": "store", "message": "disk; remedy"}}, "last error", "warning", "disk; remedy"),
+    "lost with an error": ({"state": "lost", "last_error": {"kind": "x", "message": "x"}}, "last error", "failed", "x"),
     "fatal error": ({"served": None, "last_error": {"kind": "store", "message": "x"}}, "last error", "failed", "x"),
     "deaf": ({"notice": {"listens": True, "heard_seconds": None}}, "notice", "warning", "none came yet"),
     "gone deaf": ({"notice": {"listens": True, "heard_seconds": 99.5}}, "notice", "warning", "came 100 s ago"),
@@ -684,6 +686,26 @@ def test_a_server_that_is_behind_is_waited_for() -> None:
         found = look_at(server.url)["lag"]
         assert (found.verdict, found.figures["served"]) == ("ok", 4)
         assert "/delta_sync/wait?version=4&timeout=5" in [asked.path for asked in server.asked]
+
+
+def test_the_run_of_an_adapter() -> None:
+    with answering(status_of()) as server:
+        base = server.reply
+
+        def reply(asked: Asked) -> Answer:
+            if not asked.path.startswith("/delta_sync/status?"):
+                return base(asked)
+            if asked.path.endswith("?adapter=math"):
+                return Answer(200, json.dumps({**WELL, "run": "cd" * 16}).encode())
+            return Answer(404, b'{"error": {"kind": "not_found", "message": "lora_adapters has math"}}')
+
+        server.reply = reply
+        other, own, unknown = (ServerProbe(server.url, "cd" * 16, 3, name) for name in (None, "math", "maths"))
+        assert [probe.plugin().verdict for probe in (other, own, unknown)] == ["ok", "ok", "failed"]
+        assert "--adapter NAME" in other.same_run().remedy
+        assert [own.same_run().verdict, own.lag().verdict] == ["ok", "ok"]
+        assert "lora_adapters has math" in unknown.plugin().summary
+    assert delta_sync("doctor", "--bucket", "/nowhere", "--adapter", "math").code == 2
 
 
 def test_a_server_that_skips_the_head_is_not_waited_for() -> None:

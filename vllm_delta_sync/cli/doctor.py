@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_delta_sync.cli.arguments import RUN, as_finding, bucket_url, byte_count, keyring_of
 from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import clean, writing
-from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.settings import check_bucket
 
@@ -25,6 +25,7 @@ _WIDTH = 12
     "test a bucket, and how a server follows it",
     *RUN,
     option("--server", metavar="URL", help="also check this vLLM server, such as http://127.0.0.1:8000"),
+    option("--adapter", metavar="NAME", help="with --server: the run is that of this adapter in its lora_adapters"),
     option("--read-only", action="store_true", help="put nothing; checks what a receiver without receiver_id needs"),
     option(
         "--bytes",
@@ -58,11 +59,14 @@ def doctor(options: argparse.Namespace) -> Report:
 
     url = bucket_url(options)
     check_bucket(url)
+    if options.adapter is not None and options.server is None:
+        raise UsageError("--adapter needs --server: it names an adapter of that server")
     findings = examine(
         url,
         options.settings.store(),
         keyring_of(options),
         server=options.server,
+        adapter=options.adapter,
         size=options.bytes,
         reads_only=options.read_only,
         on_finding=(lambda finding: None) if options.json else _print_finding,

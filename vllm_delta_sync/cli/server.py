@@ -150,7 +150,7 @@ def _print_status(url: str, status: ServerStatus) -> None:
     meaning = next((f": {text}" for name, text in STATES.items() if name == status.state), "")
     follows, error = status.policy == "follow", status.last_error
     quarantined = [] if status.head is None else status.head.quarantined
-    retries = error is not None and status.served is not None and follows and not status.holding
+    retries = error is not None and status.retries
     print_fields(
         ("server", url),
         ("served", _version(status.served)),

@@ -16,6 +16,7 @@ def examine(
     options: StoreOptions,
     keyring: Keyring,
     server: str | None = None,
+    adapter: str | None = None,
     size: int = 32_000_000,
     reads_only: bool = False,
     on_finding: Callable[[CheckResult], None] = lambda finding: None,
@@ -24,6 +25,7 @@ def examine(
 
     Args:
         url: of a run. options: of the store's client; the mirror is not used. server: URL of a vLLM server.
+        adapter: see ``ServerProbe``.
         size: bytes of the throughput test; 0: no test. reads_only: put nothing.
         on_finding: called with each finding at once.
 
@@ -76,7 +78,7 @@ def examine(
             summary = f"could not remove test objects from the bucket: {', '.join(left)}"
             add("clean-up", warning(summary, "delta-sync doctor removes them when it runs a day later", left=left))
     if server is not None:
-        served = ServerProbe(server, probe.run, probe.head)
+        served = ServerProbe(server, probe.run, probe.head, adapter)
         for name, call, needs in (
             ("server", served.reach, ""),
             ("plugin", served.plugin, "server"),

@@ -1,11 +1,15 @@
 """``ServerProbe`` checks whether a vLLM server follows a run, from what the server reports."""
 
+import time
+from urllib.parse import urlencode
+
 from vllm_delta_sync.doctor.findings import CheckResult, failed, ok, skipped, warning
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, UsageError, error_kinds
-from vllm_delta_sync.server_client import NOT_LOADED, ServerStatus, ask, check_server_url
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, NotFoundError, UsageError, error_kinds
+from vllm_delta_sync.server_client import NOT_LOADED, Reply, ServerStatus, ask, check_server_url
 
 WAIT_SECONDS = 5
 """Seconds that a server may take to catch up before it counts as lagging."""
+ADAPTER_POLL_SECONDS = 0.2
 QUIET_SECONDS = 30.0
 """Seconds without a notice after which notices count as lost; publishers and brokers repeat the last every 2 s."""
 HEALTHY = ("idle", "held", "staging", "draining", "committing", "verifying")
@@ -17,10 +21,11 @@ class ServerProbe:
 
     Args:
         run, head: id and newest version of the run at the bucket's URL, if known.
+        adapter: whose run that is, of those in the server's setting ``lora_adapters``; None: the setting ``bucket``.
     """
 
-    def __init__(self, url: str, run: str | None, head: int | None) -> None:
-        self._url, self._run, self._head = url, run, head
+    def __init__(self, url: str, run: str | None, head: int | None, adapter: str | None = None) -> None:
+        self._url, self._run, self._head, self._adapter = url, run, head, adapter
         self._status = ServerStatus.model_validate({})
 
     def reach(self) -> CheckResult:
@@ -45,8 +50,13 @@ class ServerProbe:
 
     def plugin(self) -> CheckResult:
         """Check whether the plugin's routes exist."""
-        reply = ask(self._url, "/delta_sync/status")
+        reply = self._ask_status()
         self._status = reply.server_status
+        error = self._status.error
+        if reply.status == 404 and self._adapter is not None and error is not None:
+            return failed(
+                NotFoundError(error.message), "Give --adapter one of these names; without it, the base is checked"
+            )
         if reply.status == 404:
             return failed(EngineError("the plugin is not loaded: there is no /delta_sync/status"), NOT_LOADED)
         if reply.status != 200 or self._status.state is None:
@@ -83,7 +93,10 @@ class ServerProbe:
             return warning(f"the server follows run {run}; the run at the bucket's URL is unknown", "", **figures)
         if run != self._run:
             summary = f"the server follows run {run}, but the run at the bucket's URL is {self._run}"
-            remedy = "Compare the server's DELTA_SYNC_BUCKET with this URL; a server notices a new run at its next poll"
+            remedy = (
+                "Compare the server's DELTA_SYNC_BUCKET with this URL; a server notices a new run at its next poll. If "
+                "this is the run of an adapter in lora_adapters, add --adapter NAME"
+            )
             return failed(ChainError(summary), remedy, **figures)
         return ok("the server follows the run at the bucket's URL", **figures)
 
@@ -94,8 +107,7 @@ class ServerProbe:
         holding = self._status.holding or self._status.policy == "manual"
         ordered = holding or self._status.target not in (None, "head")
         if served is not None and head is not None and served < head and not ordered and not self._skips_to(head):
-            ask(self._url, f"/delta_sync/wait?version={head}&timeout={WAIT_SECONDS}")
-            self._status = ask(self._url, "/delta_sync/status").server_status
+            self._wait(head)
             served = self._served()
         figures = {"served": served, "head": head, "lag": self._status.lag}
         if served is None or head is None:
@@ -110,6 +122,22 @@ class ServerProbe:
         remedy = "If this persists: see `last_error` and the server's log, and check that the server reaches the bucket"
         return warning(summary, remedy, **figures)
 
+    def _ask_status(self) -> Reply:
+        query = "" if self._adapter is None else "?" + urlencode({"adapter": self._adapter})
+        return ask(self._url, f"/delta_sync/status{query}")
+
+    def _wait(self, version: int) -> None:
+        """Give the server time to serve a version, and read its status again."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        if self._adapter is None:  # the route knows no adapters
+            ask(self._url, f"/delta_sync/wait?version={version}&timeout={WAIT_SECONDS}")
+        while True:
+            self._status = self._ask_status().server_status
+            served = self._served()
+            if self._adapter is None or (served or 0) >= version or time.monotonic() >= deadline:
+                return
+            time.sleep(ADAPTER_POLL_SECONDS)
+
     def _skips_to(self, head: int) -> bool:
         """Return whether the server has seen the head and serves the newest version that it may."""
         return self._status.lag == 0 and self._seen_head() == head
@@ -119,9 +147,10 @@ class ServerProbe:
         found, error = self._status.last_error, self._last_error()
         if found is None or error is None:
             return ok("no error since the last successful attempt")
-        if self._served() is None:
+        if self._served() is None or self._status.state == "lost":
             return failed(error, **found.model_dump())
-        remedy = f"The server keeps serving version {self._served()} and retries by itself"
+        remedy = f"The server keeps serving version {self._served()}"
+        remedy += " and retries by itself" if self._status.retries else " until an operator acts"
         return warning(error.message, remedy, **found.model_dump())
 
     def notice(self) -> CheckResult:
