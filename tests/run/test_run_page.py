@@ -224,11 +224,14 @@ def test_many_receivers_and_tags_stay_within_bounds(tmp_path: Path) -> None:
     opened = open_run(str(run.folder))
     error = {"kind": "store", "message": "x"}
     for number in range(MAX_RECEIVERS + 5):
-        write_heartbeat(opened, f"r{number}", 1, seconds=300, error=error)
+        write_heartbeat(opened, f"r{number}", 1, seconds=300, error=error if number else None)
+    write_heartbeat(opened, "a", 2, seconds=300)  # the first by name, and nothing is wrong with it
     for number in range(MAX_TAGS + 5):
         run.writer.tag(f"t{number}", 1)
     found = overview(reader(run.folder).read())
-    assert (len(found["run"]["receivers"]), found["run"]["fleet"]["live"]) == (MAX_RECEIVERS, MAX_RECEIVERS + 5)
+    assert (len(found["run"]["receivers"]), found["run"]["fleet"]["live"]) == (MAX_RECEIVERS, MAX_RECEIVERS + 6)
+    assert all(row["error"] for row in found["run"]["receivers"])
+    assert found["headline"]["text"] == f"1 of {MAX_RECEIVERS + 6} receivers serves the newest version, 2"
     assert len(found["run"]["tags"]) == MAX_TAGS
     assert (len(found["problems"]), found["problem_count"]) == (MAX_PROBLEMS, MAX_RECEIVERS)
 

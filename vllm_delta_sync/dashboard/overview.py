@@ -102,16 +102,17 @@ def _headline(source: Source, view: RunView | None, run: dict[str, Any] | None, 
     sound = head["sound"]
     if sound is None:
         return f"All versions up to {head['version']:,} are quarantined"
-    lags = [row["behind"] for row in run["receivers"] if row["live"]]
+    # Counted before the list of receivers was cut.
+    live, serving = run["fleet"]["live"], run["fleet"]["newest"]
     known = {row["receiver"] for row in run["receivers"]}
     for server in servers:
         # Versions of another run are other weights, whatever their numbers.
         if server["error"] is None and server["run"] in (None, run["id"]) and server["receiver"] not in known:
-            lags.append(None if server["served"] is None else max(0, sound - server["served"]["version"]))
-    if not lags:
+            live += 1
+            serving += server["served"] is not None and server["served"]["version"] >= sound
+    if not live:
         return f"Version {sound:,} is the newest; no receiver reports what it serves"
-    serving = lags.count(0)
-    return f"{serving} of {_count(len(lags), 'receiver')} serve{'s' * (serving == 1)} the newest version, {sound:,}"
+    return f"{serving} of {_count(live, 'receiver')} serve{'s' * (serving == 1)} the newest version, {sound:,}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -121,7 +121,7 @@ class PageReader:
         assert run is not None
         head, error = self._read_versions(run)
         self._fleet.poll()
-        receivers = [*self._fleet.live, *self._fleet.ended][:MAX_RECEIVERS]
+        receivers = [self._receiver(replica, head) for replica in [*self._fleet.live, *self._fleet.ended]]
         damaged = sorted({**self._damaged, **self._unconnected()}.items(), reverse=True)
         rows = [self._rows[version] for version in sorted(self._rows)]
         return {
@@ -153,8 +153,12 @@ class PageReader:
             "damaged": [{"version": version, **_error(problem)} for version, problem in damaged[:MAX_DAMAGED]],
             "damaged_count": len(damaged),
             "tags": self._read_tags(run),
-            "receivers": [self._receiver(replica, head) for replica in receivers],
-            "fleet": {"live": len(self._fleet.live), "ended": len(self._fleet.ended)},
+            "receivers": _most_urgent(receivers),
+            "fleet": {
+                "live": len(self._fleet.live),
+                "ended": len(self._fleet.ended),
+                "newest": sum(row["live"] and row["behind"] == 0 for row in receivers),
+            },
             "ignored": [text[:MAX_TEXT] for text in self._fleet.ignored[:MAX_DAMAGED]],
             "heat": None if self._heat is None or head is None else self._heat.read(self._newest_down(head)),
         }
@@ -247,6 +251,17 @@ class PageReader:
             "behind": None if version is None or sound is None else max(0, sound - version),
             "behind_seconds": seconds,
         }
+
+
+def _most_urgent(receivers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return at most ``MAX_RECEIVERS``, in their order: those with an error first, then those furthest behind."""
+
+    def urgency(row: dict[str, Any]) -> tuple[bool, bool, float]:
+        behind = float("inf") if row["behind"] is None else row["behind"]
+        return row["live"], row["error"] is not None, behind
+
+    kept = heapq.nlargest(MAX_RECEIVERS, range(len(receivers)), key=lambda at: urgency(receivers[at]))
+    return [receivers[at] for at in sorted(kept)]
 
 
 def unix_time(timestamp: str) -> float | None:
