@@ -84,8 +84,8 @@ STATUS_FIELDS = {
     "trust.expired": "whether that time has passed",
     "recent": f"the last {RECENT_COMMITS} commits, oldest first",
     "recent[].versions": "how many versions it applied; 0 for a rollback from the undo log and for a repair",
-    "recent[].changed": "changed elements in their deltas; 0 if there are none",
-    "recent[].payload_bytes": "bytes of their objects; 0 if there are none",
+    "recent[].changed": "changed elements in their deltas; all of the model if one was read or rebuilt whole",
+    "recent[].payload_bytes": "bytes of their objects; those that a rebuild reads are not counted",
     "recent[].timings_ms": "as above",
 }
 """Members of ``GET /delta_sync/status``."""

@@ -32,8 +32,8 @@ HISTOGRAMS = {
 COUNTERS = {
     "commits_total": "commits: changes of the weights served",
     "versions_total": "versions that commits applied; one commit may apply several",
-    "payload_bytes_total": "bytes of the objects that these versions are made of",
-    "changed_elements_total": "elements that these versions changed",
+    "payload_bytes_total": "bytes of the objects that these versions are made of; a rebuild counts none",
+    "changed_elements_total": "elements that these versions changed; all of them for one read or rebuilt whole",
     "failures_total": "attempts that failed, by the kind of last_error",
     "interrupted_total": "requests for exactly one version that a commit ended",
 }
