@@ -226,12 +226,15 @@ def test_many_receivers_and_tags_stay_within_bounds(tmp_path: Path) -> None:
     for number in range(MAX_RECEIVERS + 5):
         write_heartbeat(opened, f"r{number}", 1, seconds=300, error=error if number else None)
     write_heartbeat(opened, "a", 2, seconds=300)  # the first by name, and nothing is wrong with it
+    write_heartbeat(
+        opened, "b", 0, seconds=300, following="head", head=2, lag=0
+    )  # nor with one that serves exact versions only
     for number in range(MAX_TAGS + 5):
         run.writer.tag(f"t{number}", 1)
     found = overview(reader(run.folder).read())
-    assert (len(found["run"]["receivers"]), found["run"]["fleet"]["live"]) == (MAX_RECEIVERS, MAX_RECEIVERS + 6)
+    assert (len(found["run"]["receivers"]), found["run"]["fleet"]["live"]) == (MAX_RECEIVERS, MAX_RECEIVERS + 7)
     assert all(row["error"] for row in found["run"]["receivers"])
-    assert found["headline"]["text"] == f"1 of {MAX_RECEIVERS + 6} receivers serves the newest version, 2"
+    assert found["headline"]["text"] == f"2 of {MAX_RECEIVERS + 7} receivers serve the newest version, 2"
     assert len(found["run"]["tags"]) == MAX_TAGS
     assert (len(found["problems"]), found["problem_count"]) == (MAX_PROBLEMS, MAX_RECEIVERS)
 

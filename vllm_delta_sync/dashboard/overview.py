@@ -109,10 +109,16 @@ def _headline(source: Source, view: RunView | None, run: dict[str, Any] | None, 
         # Versions of another run are other weights, whatever their numbers.
         if server["error"] is None and server["run"] in (None, run["id"]) and server["receiver"] not in known:
             live += 1
-            serving += server["served"] is not None and server["served"]["version"] >= sound
+            serving += server["served"] is not None and (server["served"]["version"] >= sound or _skips(server, head))
     if not live:
         return f"Version {sound:,} is the newest; no receiver reports what it serves"
     return f"{serving} of {_count(live, 'receiver')} serve{'s' * (serving == 1)} the newest version, {sound:,}"
+
+
+def _skips(server: dict[str, Any], head: dict[str, Any]) -> bool:
+    """Return whether a server has seen the head and serves the newest version that it may, such as an exact one."""
+    seen = server["head"] is not None and server["head"]["version"] == head["version"]
+    return seen and server["lag"] == 0 and server["target"] == "head"
 
 
 def _count(number: int, noun: str) -> str:

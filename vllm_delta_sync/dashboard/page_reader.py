@@ -246,9 +246,12 @@ class PageReader:
         seconds = None
         if served is not None and newest is not None and served.created is not None and newest.created is not None:
             seconds = max(0.0, newest.created - served.created)
+        # One that serves exact versions only skips others, which the run does not tell.
+        seen = replica.heartbeat
+        skips = head is not None and (seen.following, seen.head, seen.lag) == ("head", head.version, 0)
         return {
             **replica.document(),
-            "behind": None if version is None or sound is None else max(0, sound - version),
+            "behind": None if version is None or sound is None else 0 if skips else max(0, sound - version),
             "behind_seconds": seconds,
         }
 
