@@ -113,6 +113,27 @@ def test_after_a_sleep_it_goes_on_at_the_usual_pace(site: Site, monkeypatch: pyt
     assert counted == []
 
 
+@pytest.mark.parametrize("repairs", [False, True], ids=["before the first version", "before a repair"])
+def test_an_engine_that_sleeps_before_its_weights_are_known_is_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch, repairs: bool
+) -> None:
+    service = site.serve()
+    if repairs:
+        service.receiver.advance()
+        site.world.model.norm.data.mul_(2.0)
+        assert not service.receiver.verify()["verdict"]
+    counted: list[str] = []
+    monkeypatch.setattr(metrics, "count_failure", counted.append)
+    memory: Any = site.port.ranks[0].memory
+    memory.asleep = True
+    service.start()
+    board = service.receiver.board
+    wait_until(lambda: board.asleep and board.polls > 12)
+    memory.asleep = False
+    wait_until(lambda: service.receiver.served_version == 0)
+    assert counted == []
+
+
 def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Path) -> None:
     world = site.world
     service = site.serve()

@@ -496,6 +496,7 @@ class Receiver:
             # Weights that are quarantined by now are served on: a server that skips them never goes back by itself.
             return newest is None or position.version <= newest
 
+        self._updater.check_awake()
         position = self._identifier.identify(is_due)
         self._unmatched_run = self.run_id if position is None else None
         if position is not None and self.history.is_followed_run(position) and is_due(position):

@@ -126,7 +126,12 @@ class WeightUpdater:
             )
 
     def repair(self, target: Manifest) -> None:
-        """Restore the weights to a version after an external write, and verify them."""
+        """Restore the weights to a version after an external write, and verify them.
+
+        Raises:
+            BusyError: the engine is asleep. FingerprintError: the result is not that version.
+        """
+        self.check_awake()
         self._board.enter("repairing")
         timings = self._ranks.repair(target).ms
         # Outputs must not carry the version's label before the weights are verified.
@@ -148,6 +153,20 @@ class WeightUpdater:
         metrics.count_move("repair", timings)
         logger.warning("%s", _repair_line(target, timings), extra=_line_fields("repaired", target, timings))
 
+    def check_awake(self) -> list[RankState]:
+        """Return what each rank holds; the status shows whether the engine sleeps, which is no failure.
+
+        Raises:
+            BusyError: it does.
+        """
+        ranks = self._ranks.describe()
+        asleep = any(rank.asleep for rank in ranks)
+        if asleep != self._board.asleep:
+            self._board.set(asleep=asleep)
+        if asleep:
+            raise BusyError(ASLEEP)
+        return ranks
+
     def check_external_writes(self, repairs: bool = False) -> None:
         """Rescan if the ranks report a possible external write: are the weights still the served version?
 
@@ -157,12 +176,7 @@ class WeightUpdater:
         Raises:
             BusyError: the engine is asleep. FingerprintError: the weights were changed. Errors as ``repair``.
         """
-        ranks = self._ranks.describe()
-        asleep = any(rank.asleep for rank in ranks)
-        if asleep != self._board.asleep:
-            self._board.set(asleep=asleep)
-        if asleep:
-            raise BusyError(ASLEEP)
+        ranks = self.check_awake()
         reasons = sorted({rank.external_writer for rank in ranks if rank.external_writer is not None})
         served = self._board.served
         if served is None:
