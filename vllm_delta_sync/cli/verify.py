@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_delta_sync.cli.arguments import BASE, RUN, as_finding, opened
 from vllm_delta_sync.cli.command import Report, command, option
-from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_fields, size
+from vllm_delta_sync.cli.text import ProgressBar, clean, many, pick, print_fields, size
 from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError
 
 
@@ -84,7 +84,7 @@ def _print(data: dict[str, Any]) -> None:
     standalone = f"{data['anchors']} anchors and {data['merged_deltas']} merged deltas are valid"
     unreadable = data.get("unreadable")
     print_fields(
-        ("verdict", "ok" if good else f"{len(findings)} problems"),
+        ("verdict", "ok" if good else many(len(findings), "problem")),
         ("run", data["run"]),
         ("versions", f"0 to {data['head']}" + (": history and digests are valid" if good else "")),
         ("objects", f"{objects}: complete, undamaged, well-formed" if good else f"{objects} are undamaged"),
