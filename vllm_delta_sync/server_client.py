@@ -44,6 +44,8 @@ from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.redaction import REMOVED, public_url
 
 REQUEST_SECONDS = 10.0
+LONGEST_WAIT_SECONDS = 3600.0
+"""Longest ``timeout`` that ``/delta_sync/wait`` takes."""
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_MESSAGE = 2000
 """Most characters of a server's message that are shown."""

@@ -139,7 +139,6 @@ def test_errors_of_the_server_keep_kind_and_exit_code(site: Site, url: str) -> N
     to = ("--server", url)
     failed(delta_sync("rollback", *to, "--version", "999"), 3, "not_found", url, "999")
     failed(delta_sync("sync", *to, "--version", MAX_VERSION + 1), 2, "usage", url, "version")
-    failed(delta_sync("wait", *to, "--version", "1", "--timeout", "1e9"), 2, "usage", url, "timeout")
     late = delta_sync("wait", *to, "--version", "999", "--timeout", "0.2")
     failed(late, 1, "late", url, "version 999 is not served after 0.2 s: serves version ", "--timeout")
     shown("hold", *to)
@@ -251,6 +250,16 @@ def test_the_default_is_the_port_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(socket, "create_connection", refuse)
     failed(delta_sync("status"), 4, "unavailable", "http://localhost:8000")
     assert asked == [("localhost", 8000)]
+
+
+def test_a_wait_that_is_longer_than_the_route_takes_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_delta_sync.server_client.LONGEST_WAIT_SECONDS", 0.2)
+    with answering() as server:
+        server.reply = lambda asked: Answer(408, b'{"state": "idle"}')
+        failed(delta_sync("wait", "--version", 9, "--timeout", "0.5", "--server", server.url), 1, "late", "after 0.5 s")
+        asked = [float(each.path.rpartition("=")[2]) for each in server.asked]
+    assert len(asked) > 1
+    assert max(asked) <= 0.2
 
 
 def test_a_server_without_the_plugin() -> None:

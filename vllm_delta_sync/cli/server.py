@@ -5,10 +5,11 @@ Each command calls the route of its name; ``server_client`` makes the requests.
 
 import argparse
 import re
+import time
 from typing import Any
 from urllib.parse import urlencode
 
-from vllm_delta_sync import admin_token
+from vllm_delta_sync import admin_token, server_client
 from vllm_delta_sync.cli.arguments import RUN, VERSION, interval, opened, version
 from vllm_delta_sync.cli.command import Command, Option, Report, option
 from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_error, print_fields, size, writing
@@ -108,8 +109,14 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
         if followed != options.run:
             raise UsageError(f"{url} follows run {known(followed)}, not {options.run} of --bucket; give a number")
     if options.command == "wait":
-        query = urlencode({"version": options.version, "timeout": options.timeout})
-        reply = call_plugin(url, f"wait?{query}", token=token, seconds=options.timeout + REQUEST_SECONDS)
+        deadline = time.monotonic() + options.timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            seconds = min(left, server_client.LONGEST_WAIT_SECONDS)
+            query = urlencode({"version": options.version, "timeout": seconds})
+            reply = call_plugin(url, f"wait?{query}", token=token, seconds=seconds + REQUEST_SECONDS)
+            if reply.status != 408 or seconds == left:
+                break
         if reply.status == 408:
             late = f"version {options.version} is not served after {options.timeout:g} s: {_summary(reply)}"
             raise ServerError("late", f"{url}: {late}; see delta-sync status, or raise --timeout")

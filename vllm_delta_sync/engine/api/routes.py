@@ -18,9 +18,8 @@ from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import BusyError, NotFoundError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
+from vllm_delta_sync.server_client import LONGEST_WAIT_SECONDS
 from vllm_delta_sync.settings import TARGET, Settings
-
-LONGEST_WAIT_SECONDS = 3600.0
 
 MAX_WAITING = 64
 """Maximum number of waiting ``/delta_sync/wait`` requests, not counting clients that may change state."""
