@@ -24,7 +24,6 @@ from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.cli import diff as diff_command
 from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.errors import NotFoundError, UsageError
@@ -45,7 +44,6 @@ from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 pytestmark = pytest.mark.xdist_group("accounting")
 
 KINDS_OF_DELTA = ("plain", "raw", "tiled", "full", "same", "plain", "plain", "plain")
-ESCAPE = "\x1b[2J"
 
 
 @pytest.fixture
@@ -463,25 +461,6 @@ def test_stats_of_times_that_cannot_be(moment: str, tmp_path: Path) -> None:
 
 
 # What all of them take, and print
-
-
-def test_names_of_tensors_reach_no_terminal_unescaped(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table with such a name is refused; were it not, output would still escape it."""
-    table = json.loads(written.bucket.get("tensors.json"))
-    table["tensors"][0]["name"] = ESCAPE
-    written.bucket.put("tensors.json", dump_canonical(table))
-    for command in ("du", "diff 0 1", "stats"):
-        done = delta_sync(*command.split(), "--bucket", written.folder)
-        assert (done.code, done.out, "\x1b" in done.err) == (1, "", False)
-    side = {"version": 0, "step": 0, "url": "x"}
-    counts = {"changed_tensors": 1, "tensors": 1, "changed": 1, "elements": 1, "nonfinite_old": 0, "nonfinite_new": 0}
-    norms = {"relative": 1.0, "norm_change": 1.0, "norm_old": 1.0}
-    row = {"name": ESCAPE, "dtype": ESCAPE, "shape": [1], **counts, **norms}
-    read = {"objects": 1, "bytes": 1, "bases": 0}
-    diff_command._print({"old": side, "new": side, **counts, **norms, "changes": [row], "read": read}, 5)
-    printed = capsys.readouterr().out
-    assert printed.count("\\x1b[2J") == 2
-    assert "\x1b" not in printed
 
 
 def test_versions_counted_from_the_head(written: Written) -> None:

@@ -248,22 +248,6 @@ def test_adapters_have_the_settings_of_the_server_but_those_of_its_run() -> None
             load_settings({"bucket": "/x", "lora_adapters": wrong}, {}).adapters()
 
 
-def test_admin_token(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    settings = load_settings({"bucket": "/x", "admin_token_file": str(file)}, {})
-    with pytest.raises(SettingsError, match="cannot be read"):
-        settings.admin_token()
-    for words, content in (("is empty", b"\n"), ("cannot be read", b"\xff\xfe")):
-        file.write_bytes(content)
-        with pytest.raises(SettingsError, match=words):
-            settings.admin_token()
-    file.write_text("a-token-of-27-characters-it\n")
-    token = settings.admin_token({})
-    assert token is not None
-    assert token.matches("a-token-of-27-characters-it")
-    assert load_settings({"bucket": "/x"}, {}).admin_token() is None
-
-
 def test_paths_in_a_file_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell has replaced the tilde there."""
     file = tmp_path / "settings.toml"

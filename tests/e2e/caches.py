@@ -19,10 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    OPTConfig,
+)
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from tests.e2e.fresh import make_engine, tokens_of
 from tests.e2e.world import World
-from tests.support.tiny_vision import SIDE, is_vision, make_vision_model, save_vision_model
+from tests.support.tiny import VOCABULARY, make_tokenizer
 
 BLOCK = 32
 PROMPT = [3 + place % 40 for place in range(150)]
@@ -34,6 +43,58 @@ OFFLOADING = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24},
 }
+SIDE, PATCH, QUERIES = 28, 14, 4
+"""Pixels of an image's side and of a patch's; tokens that stand for an image."""
+WIDTH = 128
+
+
+def make_vision_model() -> Any:
+    """BLIP-2 with random weights in float32, which vLLM runs without torchvision."""
+    torch.manual_seed(5)
+    tower = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(**tower, image_size=SIDE, patch_size=PATCH),
+        qformer_config=Blip2QFormerConfig(**tower, encoder_hidden_size=64, vocab_size=VOCABULARY),
+        text_config=OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            word_embed_proj_dim=WIDTH,
+            ffn_dim=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+        ),
+        num_query_tokens=QUERIES,
+        image_token_index=_processor().tokenizer.get_vocab()["<image>"],
+    )
+    model = Blip2ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        model.query_tokens.normal_()
+        for name, parameter in model.named_parameters():
+            if is_vision(name):
+                # As initialized it hardly tells images apart.
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def save_vision_model(model: Any, path: Path) -> Path:
+    """Write what a server would be started from: bfloat16 safetensors, config, tokenizer, image processor."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    copy = Blip2ForConditionalGeneration(config).to(torch.bfloat16)
+    copy.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()})
+    copy.save_pretrained(path)
+    _processor().save_pretrained(path)
+    return path
+
+
+def is_vision(name: str) -> bool:
+    """Whether a parameter belongs to what looks at images."""
+    return name.startswith(("vision_model", "qformer", "query_tokens", "language_projection"))
+
+
+def _processor() -> Any:
+    images = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    return Blip2Processor(image_processor=images, tokenizer=make_tokenizer(), num_query_tokens=QUERIES)
 
 
 def images(root: Path) -> dict[str, Any]:
@@ -42,7 +103,7 @@ def images(root: Path) -> dict[str, Any]:
 
     from trainer_side import Publisher
 
-    model = make_vision_model(seed=5)
+    model = make_vision_model()
     folders = [save_vision_model(model, root / "v0")]
     picture = Image.effect_mandelbrot((SIDE, SIDE), (-2.0, -1.5, 1.0, 1.5), 20).convert("RGB")
     picture.save(root / "picture.png")
@@ -119,7 +180,7 @@ def draining(root: Path) -> dict[str, Any]:
     from trainer_side import Publisher
     from vllm_delta_sync.engine import attach_async
 
-    model = make_vision_model(seed=5)
+    model = make_vision_model()
     base = save_vision_model(model, root / "v0")
     pictures = [Image.effect_noise((SIDE, SIDE), 20.0 + number).convert("RGB") for number in range(6)]
     prompts = [{"prompt": PROMPT_OF_IMAGES, "multi_modal_data": {"image": picture}} for picture in pictures]

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import httpx
 from tests.e2e import warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.warm import ENVIRONMENT, WarmProcess
+from tests.support.answers import closed_port
 from vllm_delta_sync import engine
 
 START_SECONDS = 600.0
@@ -27,14 +27,6 @@ PATIENCE_SECONDS = 600.0
 PLAIN = False
 """Loading certificates would take httpx longer than any of our requests, which need none."""
 VLLM_FLAGS = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16", "--served-model-name", "tiny"]
-
-
-def free_port() -> int:
-    """A TCP port on loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass
@@ -238,7 +230,7 @@ def serving(
 
     ``cold``: as a user starts it, with an environment and command line of its own in ``/proc``. ``port``: any if None.
     """
-    port = port or free_port()
+    port = port or closed_port()
     command = [*command, "--port", str(port), "--host", "127.0.0.1"]
     process = _cold(command, log, environment) if cold else warm.start(command, log, environment)
     server = Server(f"http://127.0.0.1:{port}", process, log)
@@ -251,7 +243,7 @@ def serving(
 
 def refused(log: Path, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit status of a server command that ends by itself, and what it said."""
-    process = warm.start([*command, "--port", str(free_port()), "--host", "127.0.0.1"], log, environment)
+    process = warm.start([*command, "--port", str(closed_port()), "--host", "127.0.0.1"], log, environment)
     try:
         status = process.wait(START_SECONDS)
     finally:

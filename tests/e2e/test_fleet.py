@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import Load, Server, delta_sync_serve, end_group, free_port, serving
+from tests.e2e.servers import Load, Server, delta_sync_serve, end_group, serving
 from tests.e2e.world import World
+from tests.support.answers import closed_port
 from tests.support.commands import answer
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.web import TOKEN
@@ -75,7 +76,7 @@ def test_three_servers_answer_every_request_while_they_take_dense_versions(tmp_p
 def test_two_servers_are_peers_of_each_other(tmp_path: Path) -> None:
     """Both have the same list. The first reads the bucket, until it is killed; then the second does."""
     world = World(tmp_path)
-    ports = {"a": free_port(), "b": free_port()}
+    ports = {"a": closed_port(), "b": closed_port()}
     peers = ",".join(f"http://127.0.0.1:{port}" for port in ports.values())
     environment = {VARIABLE: TOKEN}
 

@@ -14,9 +14,10 @@ import pytest
 
 from tests.e2e import warm
 from tests.e2e.nodes import Nodes, cannot_make, two_nodes
-from tests.e2e.servers import Server, delta_sync_serve, end_group, eventually, free_port, plain_vllm_serve, serving
+from tests.e2e.servers import Server, delta_sync_serve, end_group, eventually, plain_vllm_serve, serving
 from tests.e2e.warm import WarmProcess
 from tests.e2e.world import World, expect_served, kill, no_process_left
+from tests.support.answers import closed_port
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import WORKER_EXTENSION
 
@@ -48,7 +49,7 @@ class Pair:
 
     @contextmanager
     def _serve(self, command: list[str]) -> Iterator[tuple[Server, WarmProcess]]:
-        master = ["--master-addr", self._nodes.addresses[0], "--master-port", str(free_port())]
+        master = ["--master-addr", self._nodes.addresses[0], "--master-port", str(closed_port())]
         command = [*command, "--tensor-parallel-size", "2", "--nnodes", "2", *master, "--node-rank"]
         inside = self._nodes.inside(*self.caches, [*command, "1", "--headless"])
         other = warm.start(inside, self._world.root / "other.log", self._environment(1))

@@ -12,7 +12,8 @@ import pytest
 
 from tests.docs.test_docs import ROOT, SHARED, named, run_python, trainer_of_the_readme
 from tests.e2e import warm
-from tests.e2e.servers import Server, free_port, serving
+from tests.e2e.servers import Server, serving
+from tests.support.answers import closed_port
 from tests.support.commands import delta_sync
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
@@ -62,7 +63,7 @@ def test_trainer_server_requests_and_commands(tmp_path: Path, monkeypatch: pytes
         assert run.verify(checkpoint).head == last
     assert f"head={last}" in run_python(named("docs/runs.md", "reader").replace(SHARED, shared), tmp_path)
     (serve,) = lines("README.md", "server")
-    serve = serve.replace(SHARED, shared).replace(":5555", f":{free_port()}").replace("--port 8000", SMALL)
+    serve = serve.replace(SHARED, shared).replace(":5555", f":{closed_port()}").replace("--port 8000", SMALL)
     assert SMALL in (ROOT / "docs/first-run.md").read_text()
     _, verb, model, *flags = shlex.split(serve)
     assert (verb, model) == ("serve", MODEL)

@@ -1,17 +1,21 @@
 """The three machines with real vLLM: every part is killed once, and no machine reaches another's but in the bucket."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.three_seen import kill, pids, text_of, until, version_of, went_on
+from tests.e2e.servers import eventually
+from tests.support.running import mentioning
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 RUN = Path(__file__).parents[2] / "examples" / "three_machines" / "run.sh"
@@ -23,6 +27,56 @@ SECONDS = 900
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
 LISTEN = "import socket, sys; s = socket.create_server((sys.argv[1], 9000)); print(flush=True); sys.stdin.read()"
 CLAIMS = ("weights_exact", "trained_once", "none_too_stale", "versions_explain_tokens")
+
+
+def text_of(path: Path | str) -> str:
+    """A file; empty if it is not there, as one of /proc whose process has ended."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def pids(run: int, machine: str) -> set[int]:
+    """A machine's processes, which run.sh marks. ``run``: the process id of run.sh."""
+    return mentioning(Path(f"THREE_MACHINE={run}-{machine}"))
+
+
+def events(out: Path, machine: str) -> list[dict[str, Any]]:
+    """What a machine's script has reported so far."""
+    lines = text_of(out / machine / "events.jsonl").split("\n")[:-1]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def version_of(out: Path) -> int:
+    """The newest that was published."""
+    return max((one["version"] for one in events(out, "trainer") if one["event"] == "published"), default=0)
+
+
+def kill(run: int, part: str) -> None:
+    """SIGKILL: ``worker`` is the rollout machine's script alone, any other part all processes of a machine."""
+    for pid in pids(run, "rollout" if part == "worker" else part):
+        if part != "worker" or "rollouts.py" in text_of(f"/proc/{pid}/cmdline"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def went_on(run: int, out: Path, part: str, killed: float) -> bool:
+    """Whether a step was trained on games that were written after a new start; of the trainer: any step after it."""
+    machine = "rollout" if part == "worker" else part
+    script = {"rollout": "rollouts.py"}.get(machine, f"{machine}.py")
+    lives = [pid for pid in pids(run, machine) if script in text_of(f"/proc/{pid}/cmdline")]
+    back = min((_started(pid) for pid in lives), default=0.0)
+    steps = [one for one in events(out, "trainer") if one["event"] == "step" and one["at"] > max(back, killed)]
+    played = {one["key"] for one in events(out, "rollout") if one["event"] == "batch" and one["at"] > max(back, killed)}
+    fresh = [step for step in steps if part == "trainer" or played & set(step["trained"])]
+    return back > killed and bool(fresh)
+
+
+def _started(pid: int) -> float:
+    """When a process started, in seconds since the epoch."""
+    words = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + int(words[19]) / os.sysconf("SC_CLK_TCK") if words else 0.0
 
 
 def connects(pid: int, source: str, host: str, port: int) -> bool:
@@ -59,7 +113,7 @@ def test_it_goes_on_after_each_kill_and_machines_meet_in_the_bucket_only(network
     with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
         try:
             for part, version in KILLS.items():
-                until(partial(trains, process, out, version), "it trains", SECONDS)
+                eventually(partial(trains, process, out, version), "it trains", SECONDS)
                 assert process.poll() is None, log.read_text()
                 pattern = r"^(\w+): network namespace \S+ address (\S+)$"
                 address = dict(re.findall(pattern, log.read_text(), re.MULTILINE))
@@ -67,8 +121,8 @@ def test_it_goes_on_after_each_kill_and_machines_meet_in_the_bucket_only(network
                     ways = attempts(process.pid, address)
                 killed = time.time()
                 kill(process.pid, part)
-                until(partial(went_on, process.pid, out, part, killed), f"it goes on without {part}", SECONDS)
-            until(lambda: process.poll() is not None, "it ends", SECONDS)
+                eventually(partial(went_on, process.pid, out, part, killed), f"it goes on without {part}", SECONDS)
+            eventually(lambda: process.poll() is not None, "it ends", SECONDS)
         finally:
             process.terminate()
     assert process.returncode == 0, log.read_text()

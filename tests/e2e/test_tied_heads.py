@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.fresh import fresh_vllm, generate, make_engine, refusal
-from tests.e2e.servers import delta_sync_serve, serving
+from tests.e2e.fresh import generate, make_engine, refusal
 from tests.e2e.warm import see
 from tests.e2e.world import ranks_bound
 from tests.receiver.test_tied_heads import EMBEDDING, HEAD, WEIGHTS, write
@@ -143,23 +142,6 @@ def test_a_head_that_the_model_folder_lacks(tmp_path: Path, layout: str) -> None
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_head_that_equals_the_embedding_in_the_base(tmp_path: Path, layout: str) -> None:
     expect_followed(seen_of(tmp_path, "both_in_base", LAYOUTS[layout]))
-
-
-def test_a_server_that_cannot_follow_says_how_to_start_it(tmp_path: Path) -> None:
-    """Another server with the load format that the message names follows."""
-    site = Site(tmp_path, {}, both_in_base=False)
-    command = delta_sync_serve(site.tied, "--bucket", site.url, "--poll-seconds", "0.2")
-    v1 = site.publish(1, HEAD)
-    with serving(tmp_path / "log", command, {}) as server:
-        status = server.wait_error("model", timeout=60)
-        assert (status["state"], status["served"]) == ("refused", None)
-        assert "--load-format delta_sync" in status["last_error"]["message"]
-    with serving(tmp_path / "log", [*command, "--load-format", "delta_sync"], {}) as server:
-        server.wait_served(1)
-        outputs = server.outputs()
-    site.publisher.close()
-    (fresh,) = fresh_vllm(tmp_path, [v1])
-    assert outputs == fresh["outputs"]
 
 
 if __name__ == "__main__":

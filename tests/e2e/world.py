@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]
 
 from tests.e2e import warm
-from tests.e2e.servers import PATIENCE_SECONDS, Server, beside, complaints, delta_sync_serve, free_port, serving
+from tests.e2e.servers import PATIENCE_SECONDS, Server, beside, complaints, delta_sync_serve, serving
+from tests.support.answers import closed_port
 from tests.support.faults.inject import Faults
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
@@ -112,7 +113,7 @@ class Follower:
     )
 
     def __init__(self, root: Path) -> None:
-        notice = f"tcp://127.0.0.1:{free_port()}"
+        notice = f"tcp://127.0.0.1:{closed_port()}"
         self.world = World(root, publishes=False, notice=notice)
         self._flags = (*self.FLAGS, "--notice", notice)
         self._stack = ExitStack()

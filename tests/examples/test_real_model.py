@@ -44,21 +44,6 @@ def test_a_checkpoint_with_one_other_bit_is_not_the_run(tmp_path: Path, one_thre
     assert prove_served.same_weights(run, checkpoint) == (False, fingerprint)
 
 
-def test_a_wrong_url_is_refused_before_anything_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # As a script it imports the one beside it.
-    monkeypatch.syspath_prepend(str(Path(rl_loop.__file__).parent))
-    from examples import real_model
-
-    for name in (".delta-sync-real", "config.json"):
-        (tmp_path / name).touch()
-    with pytest.raises(SystemExit) as ended:
-        real_model.main([str(tmp_path), "--out", str(tmp_path), "--bucket", "ftp://x"])
-    assert (ended.value.code, (tmp_path / "config.json").exists()) == (2, True)
-    assert "'ftp://x' has the unknown scheme 'ftp'" in capsys.readouterr().err
-
-
 def test_the_loss_is_that_of_the_weights_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(rl_loop.__file__).parent))
     from examples import real_model

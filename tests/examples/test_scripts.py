@@ -1,6 +1,7 @@
 """The examples are scripts that run as they are; a real server follows them in the tests marked slow."""
 
 import ast
+import importlib
 import json
 import os
 import signal
@@ -130,12 +131,24 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_rl_loop_refuses_a_url_before_it_does_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "marker"),
+    [("rl_loop", rl_loop.MARKER), ("real_model", ".delta-sync-real"), ("trl_async", ".delta-sync-trl")],
+)
+def test_a_wrong_url_is_refused_before_anything_is_removed(
+    name: str, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As a script it imports the one beside it.
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    script = importlib.import_module(f"examples.{name}")
+    kept = tmp_path / "of an earlier run"
+    for file in (kept, tmp_path / marker):
+        file.touch()
+    model = [str(tmp_path)] if name == "real_model" else []
     with pytest.raises(SystemExit) as ended:
-        rl_loop.main(["--bucket", "ftp://x", "--out", str(tmp_path / "out")])
-    assert ended.value.code == 2
+        script.main([*model, "--bucket", "ftp://x", "--out", str(tmp_path)])
+    assert (ended.value.code, kept.exists()) == (2, True)
     assert "'ftp://x' has the unknown scheme 'ftp'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_rl_loop_publishes_each_step_and_writes_its_summary(

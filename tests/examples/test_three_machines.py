@@ -1,5 +1,6 @@
 """The three machines' scripts without vLLM: trajectories, kills of the trainer, rollouts, environment, verdict, run."""
 
+import gzip
 import json
 import random
 import shutil
@@ -17,13 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.three_machines import environment, rollouts, trainer
 from examples.three_machines.trainer import read_batch
 from tests.support.answers import Answer, answering
 from tests.support.running import mentioning
-from tests.support.three import RUN, key_of, packed, save_policy, some_batch, write_batch
 from tests.tools import three_machines_verdict as verdict
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -32,10 +32,56 @@ from vllm_delta_sync.bucket import open_bucket
 FOLDER = Path(environment.__file__).parent
 SECONDS = 60
 VERSIONS = 4
-KEY = key_of("w1", 0)
+RUN = "0123456789abcdef" * 2
 
 
 # Trajectories
+
+
+def save_policy(folder: Path) -> Path:
+    """A checkpoint with the example's vocabulary and 20,000 parameters."""
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": len(trainer.CHARACTERS), "pad_token_id": 0}
+    config = Qwen3Config(**shape, max_position_embeddings=trainer.POSITIONS, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def key_of(worker: str, number: int) -> str:
+    return f"trajectories/{worker}/{number:010d}.json.gz"
+
+
+def some_batch(number: int = 0, version: int = 0, run: str = RUN, worker: str = "w1") -> dict[str, Any]:
+    """A batch with three plays of each game, log-probs drawn at random; the same for the same arguments."""
+    rng = random.Random(f"{worker} {number}")
+    games = []
+    for group in range(2):
+        for _ in range(3):
+            turns = [
+                {
+                    "prompt": prompt,
+                    "output": output,
+                    "logprobs": [-rng.random() for _ in output],
+                    "spans": [{"version": version, "start": 0, "end": len(output)}],
+                }
+                for prompt, output in trainer.example_game(rng)
+            ]
+            games.append({"game": group, "turns": turns, "solved": len(turns) < 4, "reward": rng.random()})
+    return {"format_version": 1, "run": run, "worker": worker, "number": number, "games": games}
+
+
+def packed(document: Any) -> bytes:
+    """The object of a batch."""
+    return gzip.compress(json.dumps(document).encode(), mtime=0)
+
+
+def write_batch(url: str, batch: dict[str, Any]) -> str:
+    """Put a batch where it belongs; its key."""
+    key = key_of(batch["worker"], batch["number"])
+    with open_bucket(url) as bucket:
+        bucket.put(key, packed(batch), if_absent=True)
+    return key
 
 
 def setting(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -68,10 +114,10 @@ def setting(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 )
 def test_a_batch_that_does_not_fit_is_refused_by_name(change: Callable[[dict[str, Any]], None], named: str) -> None:
     document = some_batch()
-    assert read_batch(packed(document), KEY).games[0].game == 0
+    assert read_batch(packed(document), key_of("w1", 0)).games[0].game == 0
     change(document)
     with pytest.raises(ValueError) as refused:
-        read_batch(packed(document), KEY)
+        read_batch(packed(document), key_of("w1", 0))
     assert named in str(refused.value)
 
 

@@ -183,12 +183,3 @@ def test_what_does_not_hold_ends_with_1(wrong: dict[str, Any], claim: str, stubs
     with pytest.raises(SystemExit) as ended:
         trl_async.main(["--steps", str(STEPS), "--out", str(tmp_path / "out")])
     assert claim in str(ended.value.code)
-
-
-def test_a_wrong_url_is_refused_before_anything_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / trl_async.MARKER).touch()
-    (tmp_path / "summary.json").touch()
-    with pytest.raises(SystemExit) as ended:
-        trl_async.main(["--bucket", "ftp://x", "--out", str(tmp_path)])
-    assert (ended.value.code, (tmp_path / "summary.json").exists()) == (2, True)
-    assert "'ftp://x' has the unknown scheme 'ftp'" in capsys.readouterr().err

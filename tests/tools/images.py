@@ -25,7 +25,7 @@ from typing import IO, Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from tests.e2e.servers import free_port
+from tests.support.answers import closed_port
 from tests.support.compose import FOLDER, Service, services
 
 PROGRAMS = ("buildah", "debootstrap")
@@ -353,7 +353,7 @@ class Sync:
         self._trainer = shop.container(compose["trainer"].image)
         self._server = shop.container(compose["server-1"].image)
         self._service = compose["server-1"]
-        self._port = free_port()
+        self._port = closed_port()
         self._url = f"http://127.0.0.1:{self._port}"
         self._log = shop.root / "server.log"
 

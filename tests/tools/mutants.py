@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -33,103 +34,51 @@ SPARE_SECONDS = 60.0
 COMPILE_SECONDS = 600.0
 """Longest time to compile all loops anew, on a busy machine."""
 
-CORE: Mapping[str, tuple[str, ...]] = {
-    "vllm_delta_sync/codec/delta_object.py": ("codec/test_delta.py", "codec/test_delta_hostile.py"),
-    "vllm_delta_sync/codec/delta_writer.py": ("codec/test_delta.py", "format/test_golden.py"),
-    "vllm_delta_sync/codec/delta_reader.py": (
-        "codec/test_delta.py",
-        "codec/test_delta_hostile.py",
-        "codec/test_lazy.py",
-        "format/test_golden.py",
-    ),
-    "vllm_delta_sync/codec/full.py": ("codec/test_full.py", "codec/test_delta.py", "codec/test_delta_hostile.py"),
-    "vllm_delta_sync/codec/tiles/coder.py": (
-        "codec/test_tiles.py",
-        "codec/test_tiles_hostile.py",
-        "codec/test_tile_parts.py",
-        "format/test_golden.py",
-    ),
-    "vllm_delta_sync/codec/tiles/grid.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
-    "vllm_delta_sync/codec/tiles/held_parts.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
-    "vllm_delta_sync/codec/tiles/classes.py": ("codec/test_tiles.py",),
-    "vllm_delta_sync/codec/tiles/prefix_code.py": ("codec/test_prefix_code.py", "codec/test_tiles_hostile.py"),
-    "vllm_delta_sync/codec/tiles/shared_kernels.py": (
-        "codec/test_prefix_code.py",
-        "codec/test_tiles.py",
-        "format/test_golden.py",
-    ),
-    "vllm_delta_sync/codec/tiles/encode_kernels.py": ("codec/test_tiles.py", "codec/test_tile_parts.py"),
-    "vllm_delta_sync/codec/tiles/decode_kernels.py": (
-        "codec/test_tiles.py",
-        "codec/test_tiles_hostile.py",
-        "codec/test_tile_parts.py",
-    ),
-    "vllm_delta_sync/codec/tiles/tile_threads.py": ("codec/test_tiles.py", "codec/test_tiles_hostile.py"),
-    "vllm_delta_sync/codec/merge.py": ("codec/test_merge.py", "codec/test_lazy.py", "run/test_compaction.py"),
-    "vllm_delta_sync/format/manifest.py": (
-        "format/test_manifest.py",
-        "format/test_golden.py",
-        "security/test_documents.py",
-    ),
-    "vllm_delta_sync/run/read_plan.py": ("run/test_plan.py", "receiver/test_planning.py"),
-    "vllm_delta_sync/run/restore.py": ("run/test_restore.py", "run/test_history.py"),
-    "vllm_delta_sync/verify/verify.py": ("run/test_verify.py", "run/test_history.py", "trust/test_verify_signed.py"),
-    "vllm_delta_sync/run/ancestors.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
-    "trainer_side/committer.py": (
-        "trainer/test_publisher.py",
-        "trainer/faults/test_store_faults.py",
-        "trainer/test_gate.py",
-        "trainer/test_rebase.py",
-        "trainer/test_baseline_rescan.py",
-        "trainer/test_baseline_disk.py",
-        "trainer/test_budgets.py",
-        "trainer/test_end_of_training.py",
-    ),
-    "trainer_side/writer.py": (
-        "trainer/test_publisher.py",
-        "trainer/faults/test_store_faults.py",
-        "trainer/test_fencing.py",
-        "trainer/test_single_writer.py",
-        "trust/test_signed_publisher.py",
-    ),
-    "trainer_side/run_start.py": ("trainer/test_publisher.py", "trainer/test_single_writer.py"),
-    "trainer_side/takeover.py": (
-        "trainer/test_fencing.py",
-        "trainer/test_single_writer.py",
-        "trainer/test_resume.py",
-        "trust/test_signed_publisher.py",
-    ),
-    "vllm_delta_sync/engine/commit/apply.py": (
-        "receiver/test_commit.py",
-        "receiver/test_foreign_writers.py",
-        "receiver/test_follow.py",
-    ),
-    "vllm_delta_sync/engine/commit/transaction.py": ("receiver/test_follow.py", "receiver/test_commit_faults.py"),
-    "vllm_delta_sync/engine/commit/undo_log.py": (
-        "receiver/test_rollback.py",
-        "receiver/test_commit.py",
-        "receiver/test_commit_faults.py",
-    ),
-    "vllm_delta_sync/engine/model/device_batch.py": ("receiver/test_device_commit.py", "receiver/test_commit.py"),
-    "vllm_delta_sync/engine/model/device_patch.py": (
-        "receiver/test_device_commit.py",
-        "receiver/test_commit.py",
-        "receiver/test_commit_faults.py",
-    ),
-    "vllm_delta_sync/engine/model/patch.py": (
-        "receiver/test_patch_routing.py",
-        "receiver/test_commit.py",
-        "receiver/test_tiled_codec.py",
-    ),
-    "vllm_delta_sync/engine/model/route_kernels.py": ("receiver/test_patch_routing.py",),
-    "vllm_delta_sync/engine/model/route_map.py": (
-        "receiver/test_follow.py",
-        "receiver/test_commit_faults.py",
-        "receiver/test_ownership.py",
-    ),
-    "vllm_delta_sync/engine/compat/caches.py": ("receiver/test_caches.py",),
-    "vllm_delta_sync/engine/core/pause_watchdog.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
-    "vllm_delta_sync/engine/core/rank_calls.py": ("receiver/test_rank_calls.py",),
+_CORE = """\
+vllm_delta_sync/codec/delta_object.py: codec/test_delta codec/test_delta_hostile
+vllm_delta_sync/codec/delta_writer.py: codec/test_delta format/test_golden
+vllm_delta_sync/codec/delta_reader.py: codec/test_delta codec/test_delta_hostile codec/test_lazy format/test_golden
+vllm_delta_sync/codec/full.py: codec/test_full codec/test_delta codec/test_delta_hostile
+vllm_delta_sync/codec/tiles/coder.py: codec/test_tiles codec/test_tiles_hostile codec/test_tile_parts
+    format/test_golden
+vllm_delta_sync/codec/tiles/grid.py: codec/test_tile_grid codec/test_tile_parts
+vllm_delta_sync/codec/tiles/held_parts.py: codec/test_tile_grid codec/test_tile_parts
+vllm_delta_sync/codec/tiles/classes.py: codec/test_tiles
+vllm_delta_sync/codec/tiles/prefix_code.py: codec/test_prefix_code codec/test_tiles_hostile
+vllm_delta_sync/codec/tiles/shared_kernels.py: codec/test_prefix_code codec/test_tiles format/test_golden
+vllm_delta_sync/codec/tiles/encode_kernels.py: codec/test_tiles codec/test_tile_parts
+vllm_delta_sync/codec/tiles/decode_kernels.py: codec/test_tiles codec/test_tiles_hostile codec/test_tile_parts
+vllm_delta_sync/codec/tiles/tile_threads.py: codec/test_tiles codec/test_tiles_hostile
+vllm_delta_sync/codec/merge.py: codec/test_merge codec/test_lazy run/test_compaction
+vllm_delta_sync/format/manifest.py: format/test_manifest format/test_golden security/test_documents
+vllm_delta_sync/run/read_plan.py: run/test_plan receiver/test_planning
+vllm_delta_sync/run/restore.py: run/test_restore run/test_history
+vllm_delta_sync/verify/verify.py: run/test_verify run/test_history trust/test_verify_signed
+vllm_delta_sync/run/ancestors.py: trust/test_trust_keys trust/test_receiver_attacks
+trainer_side/committer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_gate
+    trainer/test_rebase trainer/test_baseline_rescan trainer/test_baseline_disk trainer/test_budgets
+    trainer/test_end_of_training
+trainer_side/writer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_fencing
+    trainer/test_single_writer trust/test_signed_publisher
+trainer_side/run_start.py: trainer/test_publisher trainer/test_single_writer
+trainer_side/takeover.py: trainer/test_fencing trainer/test_single_writer trainer/test_resume
+    trust/test_signed_publisher
+vllm_delta_sync/engine/commit/apply.py: receiver/test_commit receiver/test_foreign_writers receiver/test_follow
+vllm_delta_sync/engine/commit/transaction.py: receiver/test_follow receiver/test_commit_faults
+vllm_delta_sync/engine/commit/undo_log.py: receiver/test_rollback receiver/test_commit receiver/test_commit_faults
+vllm_delta_sync/engine/model/device_batch.py: receiver/test_device_commit receiver/test_commit
+vllm_delta_sync/engine/model/device_patch.py: receiver/test_device_commit receiver/test_commit
+    receiver/test_commit_faults
+vllm_delta_sync/engine/model/patch.py: receiver/test_patch_routing receiver/test_commit receiver/test_tiled_codec
+vllm_delta_sync/engine/model/route_kernels.py: receiver/test_patch_routing
+vllm_delta_sync/engine/model/route_map.py: receiver/test_follow receiver/test_commit_faults receiver/test_ownership
+vllm_delta_sync/engine/compat/caches.py: receiver/test_caches
+vllm_delta_sync/engine/core/pause_watchdog.py: receiver/test_pause_watchdog receiver/test_compat
+vllm_delta_sync/engine/core/rank_calls.py: receiver/test_rank_calls
+"""
+CORE = {
+    module: [f"{suite}.py" for suite in suites.split()]
+    for module, suites in re.findall(r"^(\S+):((?:\s+\S+/test_\w+)+)", _CORE, re.MULTILINE)
 }
 """Modules of the core, and the suites in tests/ that answer for each."""
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.e2e.servers import Server, delta_sync_serve, free_port, serving
+from tests.e2e.servers import Server, delta_sync_serve, serving
 from tests.e2e.trainer import Child, Trainer
 from tests.security.canaries import Canaries
+from tests.support.answers import closed_port
 from tests.support.proxy import TcpProxy
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.admin_token import VARIABLE
@@ -65,7 +66,7 @@ class Siege:
         self.run = folder / "run"
         self.seen = Seen()
         self._make_keys()
-        self.publishers, self.subscribers = free_port(), free_port()
+        self.publishers, self.subscribers = closed_port(), closed_port()
         self.broker = self._start_broker()
         self.up = stack.enter_context(TcpProxy(self.publishers))
         self.down = stack.enter_context(TcpProxy(self.subscribers))
