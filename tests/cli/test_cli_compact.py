@@ -10,9 +10,14 @@ from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.run.restore import restore
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("seventeen") / "run", 17)
+
+
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
-    return Written(tmp_path / "run", 17)
+def written(template: Written, tmp_path: Path) -> Written:
+    return template.copied(tmp_path / "run")
 
 
 def test_folds_and_an_anchor(written: Written) -> None:

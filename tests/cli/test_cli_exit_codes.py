@@ -22,9 +22,14 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
 from vllm_delta_sync.trust.keys import generate
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("eight") / "run", 8)
+
+
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
-    return Written(tmp_path / "run", 8)
+def written(template: Written, tmp_path: Path) -> Written:
+    return template.copied(tmp_path / "run")
 
 
 def code_of(written: Written, *arguments: str) -> tuple[int, Any]:

@@ -19,16 +19,21 @@ from vllm_delta_sync.maintenance.gc import collect as retention
 VERSIONS = 20
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A run of twenty versions that were published a day ago."""
-    written = Written(tmp_path / "run", table=TABLE)
+    written = Written(tmp_path_factory.mktemp("twenty") / "run", table=TABLE)
     for _ in range(VERSIONS):
         written.publish(0.2)
     written.writer.merge(0, 4)
     written.writer.merge(0, 16)
     age(written.folder, 24 * 3600)
-    return str(written.folder)
+    return written
+
+
+@pytest.fixture
+def url(template: Written, tmp_path: Path) -> str:
+    return str(template.copied(tmp_path / "run").folder)
 
 
 def test_gc(url: str) -> None:

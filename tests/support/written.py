@@ -1,5 +1,7 @@
 """The builder of runs: written version by version, with everything beside them, and damaged."""
 
+import copy
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -101,6 +103,17 @@ class Written:
             self.anchor(bits)
         for _ in range(deltas):
             self.publish()
+
+    def copied(self, folder: Path) -> "Written":
+        """The run in another folder, to be gone on with there: to write one takes many syncs of the disk."""
+        shutil.copytree(self.folder, folder)
+        mine = copy.copy(self)
+        mine.folder, mine.bucket, mine.random = folder, open_bucket(folder), copy.deepcopy(self.random)
+        mine.writer = copy.copy(self.writer)
+        mine.writer.bucket = mine.bucket
+        for name in ("manifests", "bits", "breaks"):
+            setattr(mine.writer, name, list(getattr(self.writer, name)))
+        return mine
 
     @property
     def run(self) -> Run:
