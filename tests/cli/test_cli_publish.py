@@ -106,14 +106,18 @@ def test_a_folder_that_this_user_may_not_read(out: Path, run: Path) -> None:
     plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
     if plain and subprocess.run([*plain, "true"], capture_output=True).returncode:
         pytest.skip("setpriv does not work here")
-    for mode in (0o300, 0o600):  # without its names; with nothing but its names
-        folder.chmod(mode)
-        command = [*plain, sys.executable, "-m", "vllm_delta_sync.cli", "publish"]
-        command += ["--from", str(folder), "--bucket", str(run)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        folder.chmod(0o700)
-        assert done.returncode == 4, done.stderr
-        assert done.stderr == f"delta-sync: store: folder '{folder}' cannot be read: Permission denied\n"
+    program = (
+        "import os, sys\n"
+        "from vllm_delta_sync import cli\n"
+        "for mode in (0o300, 0o600):\n"  # without its names; with nothing but its names
+        "    os.chmod(sys.argv[1], mode)\n"
+        "    assert cli.run(['publish', '--from', sys.argv[1], '--bucket', sys.argv[2]]) == 4\n"
+    )
+    command = [*plain, sys.executable, "-c", program, str(folder), str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    folder.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == 2 * f"delta-sync: store: folder '{folder}' cannot be read: Permission denied\n"
 
 
 def test_what_is_complete_now(out: Path, run: Path, tmp_path: Path) -> None:
