@@ -26,7 +26,6 @@ GOLDEN = str(DIRECTORY)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The golden run with an anchor and a merged delta."""
     copy = tmp_path / "run"
     shutil.copytree(DIRECTORY, copy)
     run = open_run(str(copy))

@@ -59,7 +59,6 @@ class Elements(HTMLParser):
 
 
 def document_of(file: Path) -> Any:
-    """What a report shows."""
     return json.loads(Elements(file.read_text()).texts[0])
 
 

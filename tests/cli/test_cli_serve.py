@@ -38,7 +38,6 @@ class Command:
         self.home, self._capsys, self._caplog = home, capsys, caplog
 
     def __call__(self, *arguments: str) -> list[str]:
-        """The command that it would become."""
         self._caplog.clear()
         code = cli.run(["serve", *arguments, "--dry-run", "--json"])
         said = parsed(self._capsys.readouterr().out)
@@ -47,7 +46,6 @@ class Command:
         return command[command.index("serve") + 1 :]
 
     def refused(self, code: int, *arguments: str) -> str:
-        """What it says instead."""
         assert cli.run(["serve", *arguments, "--dry-run"]) == code
         return self._capsys.readouterr().err
 

@@ -61,7 +61,6 @@ WRITING = ["put", "create", "delete", "clock"]
 
 
 def look(url: str | Path, **request: Any) -> dict[str, CheckResult]:
-    """Findings by check."""
     chosen = {"keyring": Keyring(), "size": SIZE, **request}
     options = chosen.pop("options", OPTIONS)
     found = examine(str(url), options, **chosen)
@@ -85,7 +84,6 @@ def error_of(finding: CheckResult) -> tuple[str, int]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A copy of the golden run."""
     return Path(shutil.copytree(DIRECTORY, tmp_path / "run"))
 
 
@@ -295,7 +293,6 @@ class Broken(BucketMiddleware):
 
     @property
     def sound(self) -> Bucket:
-        """The directory itself."""
         return self._inner
 
 

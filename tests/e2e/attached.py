@@ -224,7 +224,6 @@ def preemptions() -> float:
 
 
 async def doors(trial: Trial) -> dict[str, Any]:
-    """``attach_async``, with both policies."""
     from vllm_delta_sync.engine import attach
 
     engine = trial.engine

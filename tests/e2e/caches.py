@@ -98,7 +98,6 @@ def _processor() -> Any:
 
 
 def images(root: Path) -> dict[str, Any]:
-    """With each setting: before and after a version, and after a rollback to the version before."""
     from PIL import Image
 
     from trainer_side import Publisher

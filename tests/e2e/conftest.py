@@ -56,7 +56,6 @@ def attached(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def attached_again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The other cache settings."""
     return look(tmp_path_factory.mktemp("attached"), "others")
 
 

@@ -77,7 +77,6 @@ def drafting(drafted: Drafted, folder: Path, **options: Any) -> Any:
 
 
 def left_behind(drafted: Drafted, first: Path, last: Path, folder: Path) -> Path:
-    """A checkpoint of the last model with the first head."""
     drafted.save(folder)
     name = "draft/model.safetensors" if drafted.head.own_checkpoint else "model.safetensors"
     old, new = load_file(first / name), load_file(last / name)

@@ -165,7 +165,6 @@ def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
 
 
 def lose(weights: list[torch.Tensor]) -> None:
-    """Overwrite weights."""
     with torch.no_grad():
         for weight in weights:
             weight.zero_()

@@ -439,7 +439,6 @@ class Trial:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Change one bit."""
     tensor.view(-1).view(torch.uint8)[0] ^= 1
 
 

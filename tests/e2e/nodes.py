@@ -36,7 +36,6 @@ class Nodes:
         return {"VLLM_HOST_IP": self.addresses[node], "GLOO_SOCKET_IFNAME": self.cables[node]}
 
     def inside(self, shared: Path, own: Path, command: list[str]) -> list[str]:
-        """The command line of machine 1 for a command."""
         return [sys.executable, "-m", "tests.e2e.nodes", self.namespace, str(shared), str(own), *command]
 
 

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("stores")]
 
 @pytest.mark.slow
 def test_a_server_starts_from_the_bucket_alone_and_follows(tmp_path: Path) -> None:
-    """It starts from version 1, and follows to versions 2 and 3."""
     root, url = tmp_path, str(tmp_path / "runs" / "alone")
     model = make_model("qwen3", seed=5)
     model.config.dtype = torch.bfloat16

@@ -66,7 +66,6 @@ def check_refusals(server: Server, trainer: World) -> None:
 
 
 def check_native_update(server: Server, trainer: World) -> None:
-    """With vLLM's own client for trainers."""
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
     client = HTTPVLLMWeightSyncClient(server.url)

@@ -74,7 +74,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def greedy(model: PreTrainedModel, tokenizer: Any) -> list[list[int]]:
-    """What transformers generates."""
     said = []
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt").input_ids

@@ -86,7 +86,6 @@ def role_of(pid: int) -> str | None:
 
 
 def ask(pid: int, folder: Path) -> dict[str, Any]:
-    """What a process holds."""
     os.kill(pid, signal.SIGUSR2)
     file = folder / f"{pid}.json"
     ends = time.monotonic() + 60
@@ -99,7 +98,6 @@ def ask(pid: int, folder: Path) -> dict[str, Any]:
 
 
 def changed(without: Seen, installed: Seen) -> dict[str, list[str]]:
-    """Attributes of vLLM's that differ, by process."""
     both = without.processes.keys() & installed.processes.keys()
     return {
         role: differences(without.processes[role]["attributes"], installed.processes[role]["attributes"])

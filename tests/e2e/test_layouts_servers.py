@@ -61,7 +61,6 @@ def digests_of(client: httpx.Client) -> list[dict[str, str]]:
 
 
 def spans_of(client: httpx.Client, engine: int) -> set[int]:
-    """The versions that made an answer of one engine."""
     body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(engine)}).json()
     return {span["version"] for span in answer["delta_sync"]["spans"]}

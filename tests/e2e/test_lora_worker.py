@@ -19,7 +19,6 @@ ASLEEP = "busy: the engine is asleep and its weights are not in memory; wake it 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/e2e/lora_worker.py saw."""
     root = tmp_path_factory.mktemp("lora")
     environment = {"DELTA_SYNC_STATE_DIR": str(root / "state")}
     found: dict[str, Any] = see("tests.e2e.lora_worker", root, request.param, environment=environment)

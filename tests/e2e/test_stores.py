@@ -173,7 +173,6 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def hanging() -> Iterator[None]:
-    """The Hub answers nobody."""
     hub().fault("drop", times=None)
     try:
         yield

@@ -62,7 +62,6 @@ class World:
         )
 
     def publish(self) -> int:
-        """Train a step and publish it; the version."""
         next(self._steps)
         result = self.publisher.publish(step=self.version + 1, wait=True)
         self.publisher.flush()
@@ -126,7 +125,6 @@ class Follower:
             raise
 
     def start(self, *flags: str) -> Server:
-        """Start it anew."""
         self._stack.close()
         self.world.faults.disarm()
         server = self._stack.enter_context(self.world.serve(*self._flags, *flags))

@@ -224,7 +224,6 @@ def test_leaving_a_server_ends_all_it_started(tmp_path: Path, monkeypatch: pytes
 
 
 def with_store(kind: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python with a store of that kind."""
     command = ["-m", "tests.tools.loopback_store", kind, "--", sys.executable, *arguments]
     return run_python(*command, environment={"DELTA_SYNC_BUCKET": "memory://other"}, seconds=1200)
 

@@ -72,7 +72,6 @@ def some_batch(number: int = 0, version: int = 0, run: str = RUN, worker: str = 
 
 
 def packed(document: Any) -> bytes:
-    """The object of a batch."""
     return gzip.compress(json.dumps(document).encode(), mtime=0)
 
 

@@ -50,7 +50,6 @@ def next_changed(
 
 
 def plain(data: bytes | list[int]) -> tuple[str, np.ndarray]:
-    """A U8 entry."""
     return "U8", np.array(list(data), np.uint8)
 
 

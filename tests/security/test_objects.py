@@ -225,7 +225,6 @@ def of_count(number: int) -> Change:
 
 
 def raw(index: int) -> Change:
-    """The object in codec raw, with one change at an index."""
 
     def change(arrays: Arrays, metadata: Metadata) -> None:
         for name in [name for name in arrays if name.startswith("@0.")]:
@@ -314,7 +313,6 @@ def of_pickle(mark: Path) -> bytes:
 
 
 def of_torch(mark: Path) -> bytes:
-    """As ``torch.save`` writes it: a zip with a pickle in it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", of_pickle(mark))

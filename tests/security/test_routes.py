@@ -65,7 +65,6 @@ def site(open_site: Site) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def port(started: Site) -> Iterator[int]:
-    """Of a real server of the site."""
     with listening(started.app) as found:
         yield found
 

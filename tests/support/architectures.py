@@ -95,7 +95,6 @@ class Plain(nn.Module):
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One real step."""
     model.train()
     tokens = torch.randint(3, VOCABULARY, (2, 12))
     output = model(tokens)
@@ -110,7 +109,6 @@ def adamw(model: nn.Module, lr: float = 1e-4) -> torch.optim.AdamW:
 
 
 def saved(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
-    """What ``save_pretrained`` writes."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 

@@ -56,7 +56,6 @@ class Browser:
         return self._call("goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def look(self, width: int = 1240, height: int = 900, dark: bool = False, scale: float = 1) -> None:
-        """Be a screen of this size and theme."""
         self._devtools(
             "Emulation.setDeviceMetricsOverride",
             width=width,

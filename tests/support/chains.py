@@ -51,7 +51,6 @@ class Chain(RunWriter):
             self.inside(self.fresh())
 
     def fresh(self) -> list[Bits]:
-        """Version 0's weights."""
         generator = np.random.default_rng(0)
         floats = [0.02 * generator.standard_normal(spec.numel).astype(np.float32) for spec in self.table]
         return [(value.view(np.uint32) >> 16).astype(np.uint16) for value in floats]
@@ -69,7 +68,6 @@ class Chain(RunWriter):
         return models_of(bits, ranks)
 
     def inside(self, bits: list[Bits]) -> Manifest:
-        """Commit an anchor."""
         return self.anchor(bits)
 
     def grow(self, count: int = 1, base: int | None = None, share: float = 0.03, **options: Any) -> None:
@@ -79,7 +77,6 @@ class Chain(RunWriter):
             base = None
 
     def branch(self, name: str, version: int, seed: int) -> "Chain":
-        """A run that begins with a version of this one."""
         branch = Chain(self.root, name, seed, keyring=self.keyring if self.keyring.has_signing_key else None)
         branch.branch_of(self, version, self.url)
         return branch
@@ -99,7 +96,6 @@ class Chain(RunWriter):
             (self.folder / ref.key).unlink()
 
     def damage(self, document: Manifest | MergedDelta | Anchor) -> None:
-        """Flip a bit in each object."""
         for ref in document.objects:
             path = self.folder / ref.key
             data = bytearray(path.read_bytes())

@@ -44,5 +44,4 @@ def far_from_clouds(patch: pytest.MonkeyPatch, home: Path) -> None:
 
 
 def opened(url: str, endpoint: str | None = None, deadline: float = 60.0) -> ObjectStoreBucket:
-    """A bucket without wrappers."""
     return ObjectStoreBucket(parse_store_url(url), StoreOptions(store_endpoint=endpoint, store_deadline=deadline))

@@ -141,7 +141,6 @@ class Grown(RunWriter):
 
 
 def objects(bucket: MemoryBucket) -> set[str]:
-    """Keys of all objects."""
     return {key for key in bucket.held if key.startswith(keys.OBJECTS_PREFIX)}
 
 
@@ -188,7 +187,6 @@ POLICIES = st.builds(
 
 
 def play(grown: Grown, steps: list[tuple[str, int]]) -> None:
-    """Let the steps happen."""
     for action, number in steps:
         version = number % (grown.newest + 1)
         breaks = {item.version for item in grown.breaks}

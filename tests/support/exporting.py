@@ -47,7 +47,6 @@ def tensors_in(*files: Path) -> dict[str, bytes]:
 
 
 def expected(table: TensorTable, bits: list[Bits]) -> dict[str, bytes]:
-    """As ``held``, of what a trainer held."""
     return {spec.name: bits[tensor].tobytes() for tensor, spec in enumerate(table)}
 
 

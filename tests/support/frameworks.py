@@ -211,7 +211,6 @@ def modules() -> dict[str, ModuleType]:
 
 
 def imported(name: str) -> Any:
-    """A module of ``examples/recipes``, imported with the frameworks in place."""
     for framework, module in modules().items():
         sys.modules.setdefault(framework, module)
     return importlib.import_module(f"examples.recipes.{name}")

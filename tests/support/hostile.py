@@ -15,12 +15,10 @@ def container(header: bytes, data: bytes = b"") -> bytes:
 
 
 def entry(shape: str = "[1]", offsets: str = "[0,1]", dtype: str = '"U8"') -> bytes:
-    """The JSON of an entry."""
     return f'{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}'.encode()
 
 
 def _file(*entries: bytes, data: bytes = b"x") -> bytes:
-    """A file of entries named a, b, …"""
     named = (b'"%c":%s' % (ord("a") + place, text) for place, text in enumerate(entries))
     return container(b"{" + b",".join(named) + b"}", data)
 

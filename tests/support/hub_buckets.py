@@ -33,13 +33,11 @@ def a_bucket(server: Hub) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hub_server() -> Hub:
-    """The one Hub of this process."""
     return stores.hub()
 
 
 @pytest.fixture
 def hub(hub_server: Hub) -> Iterator[Hub]:
-    """That Hub, with an empty bucket."""
     with a_bucket(hub_server):
         yield hub_server
 

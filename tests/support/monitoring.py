@@ -66,19 +66,16 @@ class Query:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """The alert rules."""
     (document,) = documents(MONITORING / "alerts.yaml")
     return [rule for group in document["groups"] for rule in group["rules"]]
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard of Grafana."""
     found: dict[str, Any] = json.loads((MONITORING / "grafana" / "dashboard.json").read_text())
     return found
 
 
 def queries() -> list[Query]:
-    """Every query of the alerts and of the dashboard's panels."""
     found = [Query.parse(rule["alert"], rule["expr"]) for rule in alerts()]
     for panel in dashboard()["panels"]:
         found += [Query.parse(panel["title"], target["expr"]) for target in panel.get("targets", [])]

@@ -67,7 +67,6 @@ class Keys:
 
 
 def public(path: Path) -> Path:
-    """The public certificate of a secret one."""
     return path.with_name(f"{path.name}.pub")
 
 
@@ -92,7 +91,6 @@ class Process:
         return self._lines.get(timeout=seconds)
 
     def hear(self, wanted: str) -> None:
-        """Wait for a line."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while self.line(max(0.01, deadline - time.monotonic())) != wanted:
             pass
@@ -112,7 +110,6 @@ class Process:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[Process]:
-    """A process that is killed in the end."""
     started = Process(*arguments)
     try:
         yield started

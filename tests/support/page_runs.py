@@ -121,7 +121,6 @@ class PageRun:
         self.writer.head(self.head)
 
     def receiver(self, name: str, served: int | None, **more: Any) -> None:
-        """A heartbeat of now."""
         fields: dict[str, Any] = {"state": "idle", "following": "head", "head": self.head, "seconds": 120, **more}
         with open_run(str(self.folder)) as run:
             write_heartbeat(run, name, served, **fields)

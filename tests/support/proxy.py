@@ -69,7 +69,6 @@ class TcpProxy:
         self._run(self._listen())
 
     def close(self) -> None:
-        """End everything."""
         self.cut()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -93,7 +92,6 @@ class TcpProxy:
         self._abruptly = False
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The life of one connection."""
         task = asyncio.current_task()
         assert task is not None
         self._carried.add(task)

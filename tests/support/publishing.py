@@ -15,7 +15,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def assert_same(held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same tensors, bit for bit."""
     assert held.keys() == expected.keys()
     assert [name for name in expected if not same_bits(held[name], expected[name])] == []
 

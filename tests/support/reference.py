@@ -59,6 +59,5 @@ def moved(bits: int, step: int, width: int, is_float: bool) -> int:
 
 
 def diff(old: list[int], new: list[int], width: int, is_float: bool) -> tuple[list[int], list[int]]:
-    """Positions and distances of what changed."""
     positions = [index for index, (before, after) in enumerate(zip(old, new, strict=True)) if before != after]
     return positions, [distance(old[index], new[index], width, is_float) for index in positions]

@@ -72,7 +72,6 @@ class S3Server:
         return f"s3://{name}"
 
     def delete_bucket(self, name: str) -> None:
-        """Remove an empty bucket."""
         self.request("DELETE", f"/{name}")
 
     def request(self, method: str, path: str) -> bytes:

@@ -45,7 +45,6 @@ def patterns(dtype: str) -> st.SearchStrategy[int]:
 
 
 def every_dtype_table(numel: int = 300) -> TensorTable:
-    """One (numel,) tensor per dtype, and one empty tensor, one scalar."""
     specs = [TensorSpec(f"layers.{name.lower()}.weight", name, (numel,)) for name in DTYPES]
     return TensorTable([*specs, TensorSpec("empty", "BF16", (0, 4)), TensorSpec("scalar", "F32", ())])
 
@@ -86,7 +85,6 @@ def changes_between(
 
 
 def state_of(table: TensorTable, bits: list[Bits]) -> ModelState:
-    """A ModelState with copies of ``bits``."""
     return ModelState(table, [(spec.name, bits[tensor]) for tensor, spec in enumerate(table)])
 
 
@@ -102,7 +100,6 @@ def nudge(bits: list[Bits], random: np.random.Generator, share: float) -> list[B
 
 
 def whole_object(table: TensorTable, bits: list[Bits]) -> bytes:
-    """The object of an anchor: all tensors of a table."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "whole.safetensors")
         write_anchor(path, table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))

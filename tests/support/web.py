@@ -127,7 +127,6 @@ def exchange(port: int, request: bytes, host: str = "127.0.0.1", timeout: float 
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One answer with a declared length."""
     found = b""
     while b"\r\n\r\n" not in found:
         chunk = connection.recv(65536)

@@ -164,7 +164,6 @@ class Workshop:
         self.buildah(*command, ".")
 
     def container(self, image: str) -> "Container":
-        """A container of an image, with the image's settings."""
         name = self.buildah("from", "--pull-never", image).strip()
         config: dict[str, Any] = json.loads(self.buildah("inspect", name))["Docker"]["config"]
         return Container(self, name, config)
@@ -244,7 +243,6 @@ class Container:
 
     @property
     def health(self) -> list[str]:
-        """The command of the image's HEALTHCHECK."""
         command: list[str] = self.config["Healthcheck"]["Test"][1:]
         return command
 
@@ -255,7 +253,6 @@ class Container:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, *volumes: str
     ) -> "subprocess.Popen[bytes]":
-        """Start a command that goes on."""
         return self.workshop.start(self._command(command, environment, volumes), log)
 
     def _command(self, command: Sequence[str], environment: Mapping[str, str], volumes: Sequence[str]) -> list[str]:

@@ -124,7 +124,6 @@ class Guarded:
         self._blocks: list[tuple[torch.Tensor, int]] = []
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """Return room of this shape and dtype."""
         block = torch.full((like.nbytes + 2 * MARGIN,), MARK, dtype=torch.uint8, device=DEVICE)
         self._blocks.append((block, like.nbytes))
         return block[MARGIN : MARGIN + like.nbytes].view(like.dtype).view(like.shape)
@@ -136,7 +135,6 @@ class Guarded:
 
 
 def fill(batch: TileBatch, payload: np.ndarray, arrays: DecodeArrays) -> None:
-    """Copy a batch and its streams to the device."""
     inputs = batch.fields, batch.parts, batch.limits.view(np.int32), batch.tables.view(np.int16)
     for array, known in zip((arrays.fields, arrays.parts, arrays.limits, arrays.tables), inputs, strict=True):
         array.copy_(torch.from_numpy(known))

@@ -153,7 +153,6 @@ def _looked_at(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants_of(module: str, source: bytes) -> list[Mutant]:
-    """Every mutant that can be made of a module."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -327,7 +326,6 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Draw, try and report."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.tools.mutants",
         description="Change the core in small ways, one at a time, and see whether its tests notice.",

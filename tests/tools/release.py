@@ -113,7 +113,6 @@ class Environment:
 
 
 def install_commands() -> list[list[str]]:
-    """The commands of docs/install.md for a server on a CPU."""
     _, _, section = (ROOT / "docs" / "install.md").read_text().partition("\n## A server on a CPU\n")
     block = re.search(r"^```bash\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     commands = [shlex.split(line, comments=True) for line in block[1].splitlines()] if block else []
@@ -145,7 +144,6 @@ def try_extras(made: Distributions, environment: Environment) -> None:
 
 
 def try_server_gpu(made: Distributions, environment: Environment) -> None:
-    """The wheel with the extra ``vllm``."""
     print(f"vLLM {environment.resolved(f'{made.wheel}[vllm]')['vllm']} would be installed")
 
 

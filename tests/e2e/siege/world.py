@@ -177,7 +177,6 @@ class Siege:
             self.seen.errors.add(error["kind"])
 
     def publish(self) -> dict[str, Any]:
-        """One training step; what the trainer says of it."""
         answer = self.trainer.step()
         self.seen.stood_still = max(self.seen.stood_still, answer["seconds"])
         assert answer["seconds"] < BLOCKED_SECONDS, f"the training loop stood still for {answer['seconds']:.1f} s"

@@ -76,7 +76,6 @@ class File:
     uploaded: float
 
     def described(self) -> dict[str, Any]:
-        """As listings show it."""
         told = {"type": "file", "path": self.path, "size": self.size, "xetHash": self.hash}
         told |= {"mtime": moment(self.mtime / 1000), "uploadedAt": moment(self.uploaded)}
         return told | ({"contentType": self.kind} if self.kind else {})

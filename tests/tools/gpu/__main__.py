@@ -60,7 +60,6 @@ def said_by(*command: str) -> str:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the checks run on."""
     import torch
 
     gpus = "none: simulated on the CPU"

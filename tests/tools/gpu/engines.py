@@ -69,7 +69,6 @@ def follow_quantized(root: Path) -> str:
 
 
 def check_engines(report: Report, root: Path) -> None:
-    """Make all checks of this module."""
     root.mkdir()
     for number, (name, options) in enumerate(CASES.items()):
         report.check(f"LLM, {name}", partial(follow, root / str(number), options))

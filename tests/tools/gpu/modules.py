@@ -207,7 +207,6 @@ class Trial:
         return module
 
     def change(self, share: float) -> None:
-        """Change a bit of a share of all elements."""
         for tensor in self.tensors.values():
             flat = bits_of(tensor)
             where = torch.randint(len(flat), (int(share * len(flat)),), generator=self.random, device=self.device)
@@ -449,7 +448,6 @@ class Trial:
 
 
 def check_modules(report: Report, parameters: dict[str, Parts], device: torch.device, root: Path, repeats: int) -> None:
-    """Make all checks of this module."""
     made: list[Trial] = []
 
     def begin() -> str:
@@ -496,7 +494,6 @@ def weights_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def differences(module: nn.Module, other: nn.Module) -> list[str]:
-    """Names of the parameters that differ in a bit."""
     names = [name for name, _ in module.named_parameters()]
     pairs = zip(names, weights_of(module), weights_of(other), strict=True)
     return [name for name, mine, theirs in pairs if not torch.equal(mine, theirs.to(mine.device))]

@@ -66,7 +66,6 @@ class Report:
         return outcome == "passed"
 
     def table(self) -> str:
-        """The rows, in Markdown."""
         cells = [("check", "outcome", "figures"), ("---",) * 3, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells) + "\n"
 

@@ -72,7 +72,6 @@ def _keep_wide(model: transformers.PreTrainedModel) -> None:
 
 
 def said(error: Exception) -> str:
-    """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

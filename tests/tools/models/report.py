@@ -34,7 +34,6 @@ anew at every start of a server, on what is really loaded there.
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """By outcome, then by name."""
     return sorted(rows, key=lambda row: (ORDER.index(row.outcome), row.architecture.lower()))
 
 
@@ -45,7 +44,6 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def document(rows: Sequence[Row]) -> str:
-    """Markdown of rows that are ordered."""
     lines = [_HEAD, f"{counts(rows)}.", f"Versions: {_versions()}.", ""]
     tried = [row for row in rows if row.outcome.startswith("exact")]
     if tried:
