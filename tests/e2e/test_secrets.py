@@ -1,5 +1,6 @@
 """A real server with every secret that it can have: none of them is anywhere but where it was put."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tests.e2e.servers import Server
 from tests.e2e.siege.world import Siege
 from tests.security.canaries import Canaries
+from tests.support import commands
 from vllm_delta_sync.admin_token import DIGEST_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("signed")]
@@ -70,3 +72,23 @@ def check_processes(server: Server, canaries: Canaries) -> None:
             assert canaries.in_bytes(data) == [], where
     environments = [Path(f"/proc/{process}/environ").read_bytes() for process in family]
     assert any(DIGEST_VARIABLE.encode() in data for data in environments)
+
+
+def test_the_doctor_finds_nothing_wrong(siege: Siege) -> None:
+    """On a server with every protection."""
+    head = siege.fresh()["version"]
+    flags = ("--trusted-keys", f"{siege.canaries.signing_key}.pub", "--bytes", 1_000_000)
+    findings = commands.answer("doctor", "--bucket", siege.run, "--server", siege.server.url, *flags)["findings"]
+    found = {row["check"]: row for row in findings}
+    # How fast this machine is just now does not matter.
+    bad = [row for row in findings if row["check"] != "throughput" and row["verdict"] not in ("ok", "skipped")]
+    assert bad == []
+    assert found["server"]["figures"] == {"health": 200, "models": ["tiny"], "api_key": False}
+    assert found["state"]["figures"]["state"] in ("idle", "verifying")
+    assert found["same run"]["figures"]["run"] == siege.run_id
+    assert found["lag"]["figures"] == {"served": head, "head": head, "lag": 0}
+    assert found["notice"]["figures"]["heard_seconds"] is not None
+    assert siege.canaries.in_text(json.dumps(found)) == []
+    # It has changed nothing there.
+    status = siege.server.wait_idle()
+    assert status["served"]["version"] == head

@@ -1,4 +1,4 @@
-"""The parts of ``examples/trl_async.py`` that need no server: task, attention, rollout loop, verdict."""
+"""``examples/trl_async.py``: what needs no server (task, attention, rollout loop, verdict), and slow: the script."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from transformers import Qwen3ForCausalLM
 from examples import trl_async
 from examples.trl_async import EOS, SERVED_VERSION, TOKENIZER, VERSION, WEIGHT_SYNC, exact_reversal
 from tests.support.answers import Answer, Asked, answering
+from tests.support.running import run_python
 from vllm_delta_sync import open_run
 
 SECONDS = 60.0
@@ -144,14 +145,16 @@ def stubs(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Stubs:
     return stubs
 
 
+def read(out: Path) -> list[Any]:
+    return [json.loads((out / f"{name}.json").read_text()) for name in ("summary", "details", "log_history")]
+
+
 def test_what_holds_is_written_as_the_verdict(stubs: Stubs, tmp_path: Path) -> None:
     cores, out = os.sched_getaffinity(0), tmp_path / "out"
     for _ in range(2):  # the second time in the directory of the first
         assert trl_async.main(["--steps", str(STEPS), "--out", str(out)]) == 0
     assert os.sched_getaffinity(0) == cores
-    summary, details, history = (
-        json.loads((out / f"{name}.json").read_text()) for name in ("summary", "details", "log_history")
-    )
+    summary, details, history = read(out)
     assert set(summary["verdict"].values()) == {True}
     assert len(summary["verdict"]) == 5
     assert (summary["versions"], summary["payload_bytes"]) == (STEPS + 1, 100 * (STEPS + 1))
@@ -183,3 +186,27 @@ def test_what_does_not_hold_ends_with_1(wrong: dict[str, Any], claim: str, stubs
     with pytest.raises(SystemExit) as ended:
         trl_async.main(["--steps", str(STEPS), "--out", str(tmp_path / "out")])
     assert claim in str(ended.value.code)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_example_holds_and_its_files_say_so(tmp_path: Path) -> None:
+    """The whole script, with TRL's own trainer and worker and two real vLLM servers."""
+    out = tmp_path / "out"
+    run_python("examples/trl_async.py", "--steps", "4", "--out", str(out), seconds=1200)
+    summary, details, history = read(out)
+    assert set(summary["verdict"].values()) == {True}
+    assert len(set(details["fingerprints"].values())) == 1
+    assert details["compared_tokens"] > 30
+    assert summary["versions"] == 5
+    assert 0 < summary["payload_bytes"] < summary["full_bytes"]
+    changed = [line["delta_sync/changed_percent"] for line in history if "delta_sync/version" in line]
+    assert changed[0] == 0, "before the first step nothing has changed"
+    assert all(percent > 0 for percent in changed[1:])
+    # The first step trains version 1, on answers of version 0 or 1, whose bits are the same.
+    lags = [step["lag"] for step in details["steps"]]
+    assert len(lags) == 4
+    assert 0 <= lags[0] <= 1
+    assert min(lags) >= 0
+    assert details["pauses_ms"]["5"] > 0
+    assert (out / "trl.png").stat().st_size > 10_000
