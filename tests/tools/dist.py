@@ -69,11 +69,7 @@ def distributions(folder: Path) -> Distributions:
 
 
 def git(*arguments: str) -> str:
-    """What git prints.
-
-    Raises:
-        DistError: git failed.
-    """
+    """What git prints."""
     try:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:

@@ -124,11 +124,7 @@ class Workshop:
         return self.run([*self._buildah, *arguments], BUILD_SECONDS)
 
     def run(self, command: Sequence[str], timeout: float) -> str:
-        """Run a command of this machine to its end; returns what it printed.
-
-        Raises:
-            ImagesError: it failed, or took longer than ``timeout`` seconds.
-        """
+        """Run a command of this machine to its end; returns what it printed."""
         with tempfile.TemporaryFile() as printed:
             process = self._begin(command, printed)
             try:
@@ -191,11 +187,7 @@ class Workshop:
         return process
 
     def close(self) -> None:
-        """End all that was started here or runs out of the storage, and remove the folder.
-
-        Raises:
-            ImagesError: something of this machine is still mounted below it, so that removing it would harm that.
-        """
+        """End all that was started here or runs out of the storage, and remove the folder."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + END_SECONDS
         for process in self._started:

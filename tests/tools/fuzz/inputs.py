@@ -96,12 +96,7 @@ def seeds() -> dict[str, bytes]:
 
 
 def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
-    """Read ``data`` in every way there is → kinds and messages of the refusals, without their numbers.
-
-    Raises:
-        RuntimeError: it takes longer than so many seconds, gives what does not fit, or is read differently at once and
-            piece by piece.
-    """
+    """Read ``data`` in every way there is → kinds and messages of the refusals, without their numbers."""
     ways: list[Callable[[], Iterable[Changes]]] = [
         lambda: [decode(data, TABLE, context(20_000), old)],
         lambda: [decode(data, TABLE, context(20_000), part)],

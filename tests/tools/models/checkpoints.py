@@ -35,11 +35,7 @@ def transformers_class(architecture: str) -> type[transformers.PreTrainedModel] 
 
 
 def write_base(architecture: str, folder: Path) -> Tensors:
-    """Write a checkpoint of random weights in the dtypes that transformers serves; what the files hold, by name.
-
-    Raises:
-        NotBuildableError: transformers cannot build it small.
-    """
+    """Write a checkpoint of random weights in the dtypes that transformers serves; what the files hold, by name."""
     cls = transformers_class(architecture)
     if cls is None:
         raise NotBuildableError("transformers has no such class")

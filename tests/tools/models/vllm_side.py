@@ -42,11 +42,7 @@ def prepare() -> None:
 def worker_config(
     folder: Path, load_format: str = "auto", runner: str = "auto", speculative: Any = None, **overrides: Any
 ) -> Any:
-    """vLLM's configuration for a checkpoint. ``overrides``: of the checkpoint's own configuration.
-
-    Raises:
-        NotBuildableError: vLLM does not take it.
-    """
+    """vLLM's configuration for a checkpoint. ``overrides``: of the checkpoint's own configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -69,11 +65,7 @@ def worker_config(
 
 
 def started_worker(config: Any) -> Any:
-    """A worker on the CPU, with our plugin and extension, that has no model yet.
-
-    Raises:
-        NotBuildableError: vLLM does not start it with that configuration.
-    """
+    """A worker on the CPU, with our plugin and extension, that has no model yet."""
     from vllm.config import set_current_vllm_config
     from vllm.plugins import load_general_plugins
 

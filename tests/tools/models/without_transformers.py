@@ -68,11 +68,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def write_base(architecture: str, folder: Path) -> Tensors:
-    """Write a checkpoint of random weights; what it holds, by name.
-
-    Raises:
-        NotBuildableError: vLLM does not build it from what is guessed here, or not on a CPU.
-    """
+    """Write a checkpoint of random weights; what it holds, by name."""
     # The worker makes groups of ranks for experts only if there are any.
     _config("LlamaForCausalLM", {"num_experts": EXPERTS}).save_pretrained(folder)
     vllm_side.started_worker(vllm_side.worker_config(folder))
