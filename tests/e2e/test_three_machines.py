@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.servers import eventually
 from tests.support.running import mentioning
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -79,6 +79,14 @@ def _started(pid: int) -> float:
     return booted + int(words[19]) / os.sysconf("SC_CLK_TCK") if words else 0.0
 
 
+def until(reached: Callable[[], bool], what: str) -> None:
+    """Wait for something that takes long to look at."""
+    deadline = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
+        time.sleep(0.2)
+
+
 def connects(pid: int, source: str, host: str, port: int) -> bool:
     """Whether a machine reaches an address."""
     inside = ["ip", "netns", "exec", f"ds3m-{pid}-{source}", sys.executable, "-c", CONNECT, host, str(port)]
@@ -113,7 +121,7 @@ def test_it_goes_on_after_each_kill_and_machines_meet_in_the_bucket_only(network
     with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
         try:
             for part, version in KILLS.items():
-                eventually(partial(trains, process, out, version), "it trains", SECONDS)
+                until(partial(trains, process, out, version), "it trains")
                 assert process.poll() is None, log.read_text()
                 pattern = r"^(\w+): network namespace \S+ address (\S+)$"
                 address = dict(re.findall(pattern, log.read_text(), re.MULTILINE))
@@ -121,8 +129,8 @@ def test_it_goes_on_after_each_kill_and_machines_meet_in_the_bucket_only(network
                     ways = attempts(process.pid, address)
                 killed = time.time()
                 kill(process.pid, part)
-                eventually(partial(went_on, process.pid, out, part, killed), f"it goes on without {part}", SECONDS)
-            eventually(lambda: process.poll() is not None, "it ends", SECONDS)
+                until(partial(went_on, process.pid, out, part, killed), f"it goes on without {part}")
+            until(lambda: process.poll() is not None, "it ends")
         finally:
             process.terminate()
     assert process.returncode == 0, log.read_text()
