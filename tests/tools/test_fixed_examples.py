@@ -32,7 +32,7 @@ for profile in ("quick", "full"):
         drawn.append(values)
         print(profile, ascii(values))
 
-    settings(max_examples=200)(given(st.tuples(*STRATEGIES))(draw))()
+    settings(max_examples=60)(given(st.tuples(*STRATEGIES))(draw))()
 """
 CONSTANTS = "".join(f"N{n} = {n * 3737}, {n}.5, 'constant {n}', b'constant {n}'\n" for n in range(200))
 
@@ -51,8 +51,8 @@ def test_modules_that_happen_to_be_loaded_change_no_example(tmp_path: Path) -> N
         ).stdout.splitlines()
 
     few = drawn(1, "os")
-    assert len(few) == 400
-    assert len(set(few)) > 300
+    assert len(few) == 120
+    assert len(set(few)) > 90
     assert few == drawn(2, *names)
 
 
