@@ -483,8 +483,8 @@ def test_s3() -> None:
 
 
 def test_s3_that_is_down() -> None:
-    nobody = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{closed_port()}", "DELTA_SYNC_STORE_DEADLINE": "2"}
-    code, bad, found = over("s3://doctor/run", {**s3_server().environment, **nobody})
+    closed = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{closed_port()}", "DELTA_SYNC_STORE_DEADLINE": "2"}
+    code, bad, found = over("s3://doctor/run", {**s3_server().environment, **closed})
     assert (code, bad) == (4, {"credentials": "failed"})
     assert found["credentials"]["kind"] in ("unavailable", "deadline")
 
