@@ -123,8 +123,8 @@ def test_a_head_that_names_what_is_gone_is_1(written: Written) -> None:
     assert kind(1, "inspect", "--bucket", written.folder, "--version", "3") == "not_found"
     assert kind(3, "inspect", "--bucket", written.folder, "--version", "9") == "not_found"
     for command in ("export --to {}", "diff 0 3", "follow --once --to {}", "tag set x", "branch --to {}"):
-        arguments = command.format(written.folder.with_name(command.split()[0])).split()
-        assert kind(1, *arguments, "--bucket", written.folder) == "not_found", command
+        words = command.format(written.folder.with_name(command.split()[0])).split()
+        assert kind(1, *words, "--bucket", written.folder) == "not_found", command
     for version in range(9):
         written.lose(version_key(version))
     for arguments in (("log", "--bucket"), ("inspect", "--bucket"), ("verify", "--bucket")):
