@@ -50,6 +50,7 @@ class BackgroundMaintenance:
         self._options = options
         self._queue: SimpleQueue[Manifest | int | None] = SimpleQueue()
         self._closing = False
+        self._unmade: list[int] = []  # milestones whose anchor is asked for and not begun, or was stopped
         self._run: Run | None = None
         # Only a process that publishes alone has all changes; of the others, ``delta-sync compact`` merges.
         self.recent = RecentDeltas() if options.merge and options.codec in BASE_CODECS and alone else None
@@ -76,6 +77,15 @@ class BackgroundMaintenance:
         self._queue.put(None)
         self._thread.join()
         self._renewal.close()
+        unmade, self._unmade = self._unmade + self._next(0)[1], []
+        for version in unmade:
+            # Asked for, and nothing else says so: at the end of a training no later version follows.
+            logger.warning(
+                "version %d, a milestone, has no anchor yet: the next publisher of the run makes it after its next "
+                "version, or delta-sync compact --anchor %d",
+                version,
+                version,
+            )
 
     def _stop(self) -> bool:
         return self._closing or not threading.main_thread().is_alive()
@@ -83,18 +93,20 @@ class BackgroundMaintenance:
     def _serve(self) -> None:
         _lower_priority()
         while not self._stop():
-            newest, milestones = self._next()
+            newest, milestones = self._next(_POLL_SECONDS)
+            self._unmade += milestones
             for version in milestones:
-                self._try(f"version {version} gets no anchor yet", partial(self._anchor, version))
+                if self._try(f"version {version} gets no anchor yet", partial(self._anchor, version)):
+                    self._unmade.remove(version)
             if newest is not None:
                 self._try(f"no maintenance after version {newest.version}", partial(self._look_after, newest))
 
-    def _next(self) -> tuple[Manifest | None, list[int]]:
-        """Return the newest version to maintain, if any, and versions that need an anchor."""
+    def _next(self, seconds: float) -> tuple[Manifest | None, list[int]]:
+        """Return the newest version to maintain, if any, and versions that need an anchor; wait so long for one."""
         newest: Manifest | None = None
         milestones: list[int] = []
         try:
-            item = self._queue.get(timeout=_POLL_SECONDS)
+            item = self._queue.get(timeout=seconds)
             while True:
                 if isinstance(item, Manifest):
                     newest = item
@@ -104,16 +116,23 @@ class BackgroundMaintenance:
         except Empty:
             return newest, milestones
 
-    def _try(self, failure: str, work: Callable[[], object]) -> None:
+    def _try(self, failure: str, work: Callable[[], object]) -> bool:
+        """Do the work; return whether it ended, well or with a failure that is logged, and was not stopped."""
+        from vllm_delta_sync.maintenance.rolling_weights import StoppedError
+
         if self._stop():
-            return
+            return False
         try:
             work()
+        except StoppedError:
+            return False
         except DeltaSyncError as error:
-            if not self._stop():
-                logger.warning("%s, later versions repair that: %s", failure, error)
+            if self._stop():
+                return False
+            logger.warning("%s, later versions repair that: %s", failure, error)
         except Exception:  # publishing must not depend on maintenance
             logger.exception("%s", failure)
+        return True
 
     def _look_after(self, manifest: Manifest) -> None:
         from vllm_delta_sync.maintenance.compact import maintain

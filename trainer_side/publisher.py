@@ -337,7 +337,8 @@ class Publisher:
 
         Args:
             version: None for the newest, once everything published is durable.
-            milestone: write an anchor of the version, in the background.
+            milestone: write an anchor of the version, in the background. ``close`` does not wait for it, and logs
+                that it is not made.
             timeout: maximum seconds until everything published is durable; None means no limit.
 
         Raises:

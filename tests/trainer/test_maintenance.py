@@ -96,6 +96,22 @@ def test_milestone_gets_an_anchor(watched: Watched) -> None:
     assert_holds(watched, 3, trainer.live)
 
 
+def test_milestones_that_the_end_leaves_without_an_anchor_are_named(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, hanging = small_trainer(), Gated("")
+    with Publisher(trainer.live, watched, merge=False) as publisher:
+        publish(publisher, trainer, 2)
+        watched.upkeep = hanging
+        publisher.tag("under-way", 1, milestone=True)
+        assert hanging.reached.wait(60)
+        publisher.tag("final", 2, milestone=True)
+        threading.Timer(0.3, hanging.open.set).start()
+    assert "version 2, a milestone, has no anchor yet" in caplog.text
+    assert "version 1, a milestone" not in caplog.text
+    assert open_run(watched.url).anchors() == [1]
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [(StoreError("disk full"), "disk full"), (ZeroDivisionError("injected"), "no maintenance after version")],
