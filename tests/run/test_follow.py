@@ -489,7 +489,8 @@ def test_a_command_that_fails(chain: Chain, out: Path) -> None:
     done = delta_sync(*arguments, "false")
     assert done.code == 1
     assert "'false' ended with exit code 1" in done.err
-    chain.grow()
-    assert "cannot be started" in delta_sync(*arguments, "/nowhere/reload").err
+    assert "cannot be started" in delta_sync(*arguments, "/nowhere/reload").err, "the version is still to be handled"
+    assert delta_sync(*arguments, "true").out.startswith("version 0 ")
+    assert "at the version already" in delta_sync(*arguments, "false").out
     assert kind(2, *arguments, "'") == "usage"
     assert kind(2, *arguments, " ") == "usage"

@@ -70,8 +70,8 @@ def follow(options: argparse.Namespace) -> Report:
     on the version before, or a whole checkpoint.
 
     The command of --on-update runs after each switch, without a shell, with DELTA_SYNC_FOLDER, DELTA_SYNC_VERSION and
-    DELTA_SYNC_STEP in its environment; the next version waits for it. If interrupted, it runs again at the start.
-    It is safe to interrupt or kill at any moment: DIR/current stays one whole version.
+    DELTA_SYNC_STEP in its environment; the next version waits for it. If it failed or was interrupted, it runs
+    again at the next start. It is safe to interrupt or kill at any moment: DIR/current stays one whole version.
 
     examples:
       delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
@@ -96,7 +96,8 @@ def follow(options: argparse.Namespace) -> Report:
     ends = options.once or isinstance(named, int)
     if not ends:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
-    for update in updates:
+    update = next(updates, None)
+    while update is not None:
         row = {
             **pick(update, "version step manifest read_bytes linked"),
             "directory": str(update.folder),
@@ -107,6 +108,10 @@ def follow(options: argparse.Namespace) -> Report:
             print_event(options, row, partial(_print, row))
         if on_update:
             failed = _run(on_update, update)
+        try:
+            update = updates.send(failed is None)
+        except StopIteration:
+            break
     if not rows and not options.json and failed is None:
         print(f"{clean(options.to)} is at the version already")
     return Report({"directory": options.to, "versions": rows}, lambda _: None, failed)

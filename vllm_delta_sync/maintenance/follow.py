@@ -66,15 +66,15 @@ def follow(
     store: StoreOptions | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
-) -> Generator[FollowedVersion]:
+) -> Generator[FollowedVersion, bool | None]:
     """Keep ``folder/current`` at a version of a run, and yield each version after the switch to it::
 
         for update in follow("s3://bucket/runs/a", "/models/a"):
             reload_engine(update.folder)
 
     The process can be killed at any moment: ``current`` is one whole version, bit for bit what was published, or does
-    not exist yet. A version whose loop body did not end is yielded again by the next call. Needs the disk space of
-    ``keep`` + 1 versions, and the memory of a few tensors.
+    not exist yet. A version whose loop body did not end is yielded again by the next call, and so is one that was
+    answered by ``send(False)``. Needs the disk space of ``keep`` + 1 versions, and the memory of a few tensors.
 
     A version that is missing, damaged, not signed by a trusted key or older than the current one is logged and not
     taken; so is a failure of the store. Both are tried again at the next poll.
@@ -117,7 +117,7 @@ def follow(
     stopped = threading.Event() if stop is None else stop
 
     # A generator of its own, so that the arguments are checked at the call rather than at the first version.
-    def poll() -> Generator[FollowedVersion]:
+    def poll() -> Generator[FollowedVersion, bool | None]:
         with ExitStack() as stack:
             stack.enter_context(place.locked())
             run: Run | None = None
@@ -130,8 +130,8 @@ def follow(
                         raise UsageError(f"format is {format!r}, and {url!r} is the run of an adapter; use checkpoint")
                     update = place.update(run, version)
                     if update is not None:
-                        yield update
-                        place.mark_handled(update)
+                        handled = yield update
+                        place.mark_handled(update, lasting=handled is not False)
                 except (DataError, StoreError) as error:
                     if once:
                         raise

@@ -137,14 +137,17 @@ class FollowedFolder(ABC):
     def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
         """As ``update``. Args: target: the version. version: what was asked for. began: by the monotonic clock."""
 
-    def mark_handled(self, update: FollowedVersion) -> None:
+    def mark_handled(self, update: FollowedVersion, lasting: bool) -> None:
         """Remember that the caller has handled a version, so that it is not yielded again.
+
+        Args:
+            lasting: also after a restart.
 
         Raises:
             StoreError: the disk failed; the version is yielded again after a restart.
         """
         self._last_handled = update.manifest
-        write_file(self._work / _HANDLED, update.manifest.encode())
+        write_file(self._work / _HANDLED, update.manifest.encode() if lasting else b"")
 
     def _handled(self) -> str | None:
         if self._last_handled is not None:
