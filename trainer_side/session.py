@@ -73,7 +73,7 @@ class LastCall:
     Attributes:
         handed: whether its weights came with the call.
         version, progress: of the version it published; None while it has not published one.
-        failure: why it has not.
+        failure: why it has not. remedy: what to do next time, where its weights came with the call.
     """
 
     step: int
@@ -81,6 +81,7 @@ class LastCall:
     version: int | None = None
     progress: PublishProgress | None = None
     failure: str = "its call was skipped"
+    remedy: str = "give the last call wait=True, and flush()"
 
     def is_published(self, newest: Manifest) -> bool:
         """Return whether the run has its weights. Ask once nothing is under way. Args: newest: durable version."""
@@ -157,7 +158,12 @@ class PublishSession:
         # Without a budget every version is exact.
         exact = bool(exact) and self._options.budget is not None
         if self._calls % self._options.every and not exact:
-            self._last = LastCall(checked(), weights is not None)
+            self._last = LastCall(
+                checked(),
+                weights is not None,
+                failure=f"every is {self._options.every}, and skipped its call",
+                remedy="leave every out, and call publish only with what is to be published",
+            )
             if self._group.alone and not self._busy:
                 self._raise(self._unraised_error())
             return self._skipped_result(step, watch)
@@ -303,7 +309,7 @@ class PublishSession:
         if last is not None:
             reason = f"step {last.step}, the last one, is not published: {reason}"
             if last.handed:
-                reason += ". Its weights came with the call and are gone: give the last call wait=True, and flush()"
+                reason += f". Its weights came with the call and are gone: {last.remedy}"
         error = (PublishError if problem is None else type(problem))(f"{reason}; {self._served()}")
         error.__cause__ = None if problem is None else problem.__cause__
         return error

@@ -305,6 +305,15 @@ def test_without_a_limit_a_store_that_is_away_is_not_asked_all_the_time(bucket: 
     assert_holds(bucket, 1, trainer.live)
 
 
+def test_weights_that_came_with_a_call_that_every_skips_are_missed_with_a_remedy_that_helps(
+    bucket: Hooked, trainer: Trainer
+) -> None:
+    publisher = Publisher(trainer.live, bucket, every=2)
+    publisher.publish(1, wait=True, weights=trainer.live.items())
+    with pytest.raises(PublishError, match=r"every is 2, and skipped its call\. .* are gone: leave every out"):
+        publisher.close()
+
+
 def test_weights_that_the_gate_refused_are_not_missed_at_the_end(bucket: Hooked, trainer: Trainer) -> None:
     """They came with the call, and the caller knows."""
     with Publisher(trainer.live, bucket, gate=Gate()) as publisher:
