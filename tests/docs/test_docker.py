@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ import pytest
 from tests.support.compose import FOLDER, documents, services
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.admin_token import AdminToken
+from vllm_delta_sync.cli.main import parse
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name, load_settings
 
@@ -196,6 +198,18 @@ def test_trainer_trains_and_goes_on_and_servers_find_their_run(
         command = json.loads(capsys.readouterr().out)["data"]["command"]
         assert command[-len(arguments) :] == arguments
         assert command[command.index("--served-model-name") + 1] == "demo"
+
+
+def test_commands_of_services_and_pods_exist() -> None:
+    commands = [service.command or [] for path in COMPOSE for service in services(path, {}).values()]
+    commands += [
+        each.get("command", []) for pod in pods() for each in pod["containers"] + pod.get("initContainers", [])
+    ]
+    texts = [command[2] if command[:2] == ["sh", "-c"] else shlex.join(command) for command in commands]
+    lines = [line for text in texts for line in re.findall(r"(?:^|\s)delta-sync ([^;|&]+)", text)]
+    assert {line.split()[0] for line in lines} == {"log", "fleet", "broker"}
+    for line in lines:
+        parse(shlex.split(line))
 
 
 # Kubernetes.
