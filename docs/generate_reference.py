@@ -116,8 +116,8 @@ def settings() -> Iterator[str]:
     )
     yield (
         "A server uses all of them except `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and "
-        "the settings of the store's client (`mirror`, `store_…`); commands that maintain or test a bucket ignore the "
-        "mirror. Commands that call a server, such as `hold`, use only `admin_token_file`. "
+        "the settings of the store's client (`store_…`); of the commands, only `serve`, `follow` and `publish` use "
+        "`mirror` and `peer`. Commands that call a server, such as `hold`, use only `admin_token_file`. "
         "`open_run(url)` uses `trusted_keys` and the store's settings unless it is given `keyring` or `store`; "
         "`Publisher` uses `signing_key`, `trusted_keys`, `log_format` and the store's; `open_bucket(url)` the store's. "
         "Settings that a program does not use are checked too. An empty variable is an error, except for the bucket, "

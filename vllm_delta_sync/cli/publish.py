@@ -103,7 +103,7 @@ def _not_published(names: list[str]) -> str:
     option("--notice", metavar="ADDRESS", help="announce versions: tcp://*:5555, or a broker: connect:tcp://HOST:PORT"),
     failed="a checkpoint is not complete, or has other tensors than the run; --once: nothing is published, or a "
     "checkpoint is refused; --watch after SIGTERM: a checkpoint is left",
-    done="done; --watch after SIGTERM: everything that was there is published",
+    done="done; --watch after SIGTERM: all that was complete is published",
 )
 def publish(options: argparse.Namespace) -> Report:
     """Publish a checkpoint folder, or each one that appears in a folder, as a version of a run.
