@@ -11,7 +11,7 @@ from tests.support.chains import Chain
 from tests.support.commands import answer, kind, refusal, shown
 from tests.support.fleet_run import FleetRun
 from tests.support.store_faults import asked_of
-from trainer_side import Publisher
+from trainer_side import Gate, Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import fleet as cli_fleet
 from vllm_delta_sync.client import Run
@@ -314,3 +314,16 @@ def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:
             publisher.wait_served(-1)
     with pytest.raises(UsageError, match="closed"):
         publisher.wait_served()
+
+
+def test_nothing_waits_for_a_quarantined_version_that_is_not_named(tmp_path: Path) -> None:
+    tensors = {"w": torch.zeros(8, dtype=torch.bfloat16)}
+    gate = Gate(max_changed_share=0.5, action="quarantine")
+    with Publisher(lambda: tensors.items(), str(tmp_path / "run"), gate=gate) as publisher:  # type: ignore[arg-type]
+        write_heartbeat(Run(open_bucket(publisher.url)), "a", 0)
+        tensors["w"] += 1
+        publisher.publish(step=1)
+        assert names(publisher.wait_served(timeout=0.2)) == ["a"]
+        assert answer("fleet", "wait", "--bucket", publisher.url, "--timeout", "0.2")["live"] == 1
+        with pytest.raises(FleetLateError, match="is quarantined, and servers skip it"):
+            publisher.wait_served(1, timeout=0.2)

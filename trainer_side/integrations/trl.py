@@ -73,7 +73,8 @@ class DeltaWeightTransfer:
                 reference to it, and parameters that TRL leaves out (frozen ones) keep its values. Left out with
                 ``adapter``.
             wait_served: maximum seconds that ``resume`` waits until all live servers, and at least ``replicas``, serve
-                the version that was sent; they need a ``receiver_id``. If None, it does not wait.
+                the version that was sent or, if it is quarantined, the newest one that is not; they need a
+                ``receiver_id``. If None, it does not wait.
             adapter: publish the LoRA adapter alone, as a run of its own, and not the weights with it merged: that of
                 this name, or with True the one named ``default``. Each sync publishes its values at that moment; TRL
                 merges nothing meanwhile. Not for an adapter that is sharded over processes.

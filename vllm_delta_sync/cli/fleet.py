@@ -34,7 +34,7 @@ def list_servers(options: argparse.Namespace) -> Report:
     "fleet wait",
     "wait until all servers serve a version",
     *RUN,
-    option("--version", type=version, metavar=VERSION, help="version to wait for; default: the head"),
+    option("--version", type=version, metavar=VERSION, help="version to wait for; default: the newest not quarantined"),
     option("--replicas", type=count, default=1, metavar="N", help="least number of servers (default: 1)"),
     option("--timeout", type=interval, default=60.0, metavar="TIME", help="longest wait (default: 60)"),
     failed="the timeout passed; the error names the servers that lag",
@@ -50,7 +50,10 @@ def wait(options: argparse.Namespace) -> Report:
     """
     run = opened(options)
     fleet = run.fleet()
-    wanted = options.version if isinstance(options.version, int) else run.resolve(options.version).version
+    wanted = options.version
+    if not isinstance(wanted, int):
+        found = run.resolve(wanted)
+        wanted = found.version if options.version is not None or found.sound is None else found.sound
     fleet.wait(wanted, options.replicas, options.timeout)
     return Report(fleet_document(run, fleet), print_fleet)
 

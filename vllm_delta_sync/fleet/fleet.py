@@ -228,8 +228,16 @@ class Fleet:
         missing = f"; {absent} of {replicas} replicas have no heartbeat (setting receiver_id)" if absent > 0 else ""
         return (
             f"version {version} is served by {serving} of {len(self.live)} live replicas after {timeout:g} s, "
-            f"{ended} ended since it was published{': ' if named else ''}{named}{more}{missing}"
+            f"{ended} ended since it was published{': ' if named else ''}{named}{more}{missing}{self._skipped(version)}"
         )
+
+    def _skipped(self, version: int) -> str:
+        """Return, for a message, that servers skip the version, if they do by default."""
+        try:
+            is_sound = self._run.manifest(version).quarantine is None
+        except DeltaSyncError:
+            return ""
+        return "" if is_sound else "; it is quarantined, and servers skip it unless delta-sync sync --version names it"
 
 
 def _describe(replica: Replica) -> str:
