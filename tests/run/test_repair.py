@@ -206,6 +206,9 @@ def test_run_json_and_the_table_come_back(whole: Whole) -> None:
         report = repair(whole.bucket, mirror=mirror)
         assert report.repaired == [f"{key}: from the mirror" for key in keys_lost]
         assert {key: whole.bucket.get(key) for key in keys_lost} == right
+    whole.bucket.delete("tensors.json")
+    with pytest.raises(NotFoundError, match=r"'tensors.json'.* restore it from a copy: delta-sync repair --mirror"):
+        repair(whole.bucket)
     whole.bucket.delete("run.json")
     other = MemoryBucket()
     other.held = {**stranger.bucket.held}

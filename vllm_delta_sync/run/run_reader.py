@@ -665,7 +665,14 @@ def read_info(bucket: Bucket) -> RunInfo:
 
 def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
     """Read tensors.json. Raises NotFoundError, DigestError or FormatError (it does not fit run.json), StoreError."""
-    table = TensorTable.from_bytes(bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES))
+    try:
+        data = bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"no object {TABLE_KEY!r} in {bucket.url}, which has {RUN_KEY}: a publisher is just starting there, or it "
+            "was lost; then restore it from a copy: delta-sync repair --mirror"
+        ) from error
+    table = TensorTable.from_bytes(data)
     if table.digest != info.tensors:
         raise DigestError(f"{TABLE_KEY} has SHA-256 {table.digest}, run.json says {info.tensors}")
     if info.total != table.total or info.full_bytes != table.full_bytes:
