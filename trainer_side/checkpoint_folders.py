@@ -48,8 +48,8 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import TruncatedFileError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.logs import guarded_logger
+from vllm_delta_sync.run.run_reader import read_ahead
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
     Checkpoint,

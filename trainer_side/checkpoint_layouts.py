@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, UsageError
-from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 
 TRAINER_STATE = "trainer_state.json"

@@ -39,10 +39,9 @@ from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, Sidecar
-from vllm_delta_sync.json_log import about
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import about, guarded_logger
 from vllm_delta_sync.run.checks import check_document_size, document_limit
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 logger = guarded_logger(__name__)
 

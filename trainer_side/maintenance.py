@@ -20,8 +20,8 @@ from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import TAGS_PREFIX, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.tags import delete_tag, rebase_epoch, rebase_tag, set_tag
-from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 

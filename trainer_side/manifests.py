@@ -21,7 +21,7 @@ from vllm_delta_sync.format.manifest import Base, Break, HeldBack, Manifest, Obj
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 SHARD_BYTES = 1024**3
 """Bytes of tensors in one object of an anchor; a larger tensor gets its own object."""

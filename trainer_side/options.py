@@ -33,7 +33,7 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
-from vllm_delta_sync.json_log import log_as_json
+from vllm_delta_sync.logs import log_as_json
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import HEAD_SECONDS, MAX_HEAD_SECONDS

@@ -36,9 +36,9 @@ from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.errors import PublishTimeoutError, UsageError
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
-from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 if TYPE_CHECKING:
     from vllm_delta_sync.fleet.fleet import Replica

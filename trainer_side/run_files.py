@@ -20,8 +20,8 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.process_folders import ProcessFolder
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,

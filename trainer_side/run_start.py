@@ -35,7 +35,7 @@ from vllm_delta_sync.format.manifest import (
     version_key,
 )
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.checks import document_limit
 from vllm_delta_sync.tensors.checkpoint import ResolvedBase
 

@@ -28,9 +28,8 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.restore import check_base_bits, locate_base, restore
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState
 

@@ -46,7 +46,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.trust import Keyring
 
 logger = guarded_logger(__name__)

@@ -10,7 +10,7 @@ from vllm_delta_sync.codec.slime import FOLDER, SlimeIndex, check_sum, decode
 from vllm_delta_sync.errors import FormatError, StoreError
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES, check_limit
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 

@@ -65,7 +65,7 @@ from vllm_delta_sync.format.manifest import (
     version_key,
 )
 from vllm_delta_sync.format.safetensors_file import shard_tables
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.run.run_reader import last_consecutive

@@ -7,7 +7,7 @@ changes. The message is for people: it names the field, the value and the remedy
 
 from typing import ClassVar
 
-from vllm_delta_sync.redaction import redact
+from vllm_delta_sync.logs import redact
 
 
 class DeltaSyncError(Exception):

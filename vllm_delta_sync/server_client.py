@@ -40,8 +40,8 @@ from vllm_delta_sync.errors import (
     UsageError,
     error_kinds,
 )
-from vllm_delta_sync.format.canonical_json import load_json
-from vllm_delta_sync.redaction import REMOVED, public_url
+from vllm_delta_sync.format.base_document import load_json
+from vllm_delta_sync.logs import REMOVED, public_url
 
 REQUEST_SECONDS = 10.0
 LONGEST_WAIT_SECONDS = 3600.0

@@ -19,7 +19,7 @@ from vllm_delta_sync import admin_token, units
 from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.format.documents import RECEIVER_ID, TAG_NAME
 from vllm_delta_sync.format.limits import MAX_HEARTBEAT_SECONDS
-from vllm_delta_sync.redaction import public_url, redact
+from vllm_delta_sync.logs import public_url, redact
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.urls import check_url, scheme_of
 

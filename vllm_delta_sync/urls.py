@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 
 MAX_KEY_BYTES = 512
 MAX_KEY_PART_BYTES = 255

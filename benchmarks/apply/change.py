@@ -10,12 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import apply_distances
-from vllm_delta_sync.tensors.changes import Changes, Sparse
-from vllm_delta_sync.tensors.segments import diff
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Changes, Sparse, apply_distances, diff
 
 ELEMENT = DTYPES["BF16"]
 FARTHEST = 7

@@ -30,8 +30,7 @@ from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import Place, number, pivot, value_of
 from benchmarks.common.timing import Method, time_all
 from benchmarks.common.training_data import SHARES, Pair, elements
-from vllm_delta_sync.tensors.bits import apply_distances
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import Changes, apply_distances
 
 BENCH = "breakeven"
 CHARTS = {"breakeven.png": ("Link speed below which a delta pays, over the changed share", chart.breakeven)}

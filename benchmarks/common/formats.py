@@ -28,8 +28,7 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, apply_distances
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Changes, Sparse, apply_distances
 
 CONTEXT = DeltaContext("0" * 32, 1, 0)
 DTYPE = "BF16"

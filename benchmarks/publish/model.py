@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common.real_training import RoundedTraining
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 RATE = 2e-6

@@ -26,7 +26,7 @@ from benchmarks.common.timing import peak_extra_bytes
 from benchmarks.publish.figures import Memory, Phase, Rank, Turn
 from benchmarks.publish.model import SIZES, Training, WholeRealTraining
 from trainer_side import Publisher
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 PASS_ELEMENTS = 1 << 18
 """Compared at a time: numpy's result stays in the core's cache, and the interpreter's share is small."""

@@ -26,20 +26,16 @@ from vllm_delta_sync.bucket.ranged import piece_bytes
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.merge import RollingBase
-from vllm_delta_sync.engine.commit.apply import apply_patch
-from vllm_delta_sync.engine.commit.undo_log import UndoEntry
+from vllm_delta_sync.engine.commit.apply import UndoEntry, apply_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.stage import PhaseTimer, build_patch
+from vllm_delta_sync.engine.staging.stage import LiveBaseReader, PhaseTimer, build_patch
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Positions, Sparse, apply_distances
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 BENCH = "scaling"

@@ -28,16 +28,15 @@ from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
-from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.manifest import object_key, version_key
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.accounting import account
 from vllm_delta_sync.maintenance.follow import follow
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.run_stats import version_stats
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 # Otherwise several workers compile the loops of codec ``tiled`` at the same time.

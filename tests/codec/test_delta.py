@@ -20,12 +20,10 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.compact import compact
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Sparse
 
 COMPRESSIONS: list[Compression] = ["zstd", "none"]
 CODECS: list[Codec] = ["tiled", "plain"]

@@ -12,10 +12,9 @@ from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.full import FullReader, LazyFullTensors
 from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.safetensors_file import Container, write_container
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Changes, Full
 
 

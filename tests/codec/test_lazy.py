@@ -29,8 +29,7 @@ from vllm_delta_sync.errors import ChainError, UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits, Positions
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Positions, Sparse
 
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> Changes:

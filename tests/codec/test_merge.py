@@ -19,8 +19,7 @@ from vllm_delta_sync.codec.merge import RollingBase, apply_row, merge
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Sparse
 
 DTYPE_NAMES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I32", "I8", "U16", "BOOL"]
 KINDS = ["plain", "raw", "mixed", "full", "same"]

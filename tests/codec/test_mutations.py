@@ -20,7 +20,7 @@ from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.state import ModelState
 
 OBJECT_MUTATIONS = 300

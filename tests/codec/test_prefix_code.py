@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support import reference_tiles as reference
 from vllm_delta_sync.codec.tiles.alphabets import GAP_TOKENS, LONGEST, SYMBOLS
-from vllm_delta_sync.codec.tiles.prefix_code import code_lengths, overfull
+from vllm_delta_sync.codec.tiles.coder import code_lengths, overfull
 
 COUNTS = st.one_of(
     st.lists(st.integers(0, 1000), min_size=1, max_size=SYMBOLS),

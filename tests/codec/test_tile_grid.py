@@ -10,12 +10,22 @@ from hypothesis import strategies as st
 
 from tests.codec.tiling import many_threads
 from tests.support import reference_tiles as reference
-from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, Grid, extent, grid_of, least_tiles, shares_of_threads
-from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, TensorView, covered_rectangles, view_of
+from vllm_delta_sync.codec.tiles.grid import (
+    MOST_RECTANGLES,
+    TILE_ELEMENTS,
+    Grid,
+    TensorView,
+    covered_rectangles,
+    extent,
+    grid_of,
+    least_tiles,
+    shares_of_threads,
+    view_of,
+)
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import Rectangle
 from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import Rectangle
 
 SHAPES = st.one_of(
     st.just(()),

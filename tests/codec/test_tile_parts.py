@@ -26,12 +26,11 @@ from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between, state_of
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.tiles.grid import extent, grid_of
-from vllm_delta_sync.codec.tiles.held_parts import TensorView, covered_rectangles
+from vllm_delta_sync.codec.tiles.grid import TensorView, covered_rectangles, extent, grid_of
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Matrix, Rectangle
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, InPlace, Matrix, Rectangle
 
 SHAPES = [(384, 384), (256, 192), (520, 130), (3, 200, 128), (70_001,), (90_000, 1), (520, 65), (4, 30, 40)]
 KEYS = [115, 118, 121]

@@ -45,11 +45,9 @@ from vllm_delta_sync.codec.tiles.grid import grid_of, shares_of_threads
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, Rectangle
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Positions, Rectangle, Sparse
 
 SHAPES = st.one_of(
     st.just(()),

@@ -16,9 +16,8 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader, decode, pieces_of
 from vllm_delta_sync.codec.tiles.decode_kernels import NO_CODE, OUTSIDE, SHORT, TOO_MANY, TWICE, WIDE
 from vllm_delta_sync.errors import DeltaSyncError, FormatError
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Bits
 
 Lengths = Mapping[tuple[int, int], Mapping[int, int]]
 """(table, 0 for symbols or 1 for large values) → length of the code of each symbol."""

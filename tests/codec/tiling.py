@@ -13,13 +13,11 @@ from vllm_delta_sync.codec.delta_object import Arrays
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder, grid, tile_threads
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import write_container
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Bits, Changes
 
 FLOATS = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F64")
 

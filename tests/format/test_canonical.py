@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_delta_sync.errors import FormatError, LimitError, UnsupportedError
-from vllm_delta_sync.format.canonical_json import check_format_version, dump_canonical, load_canonical, load_json
+from vllm_delta_sync.format.base_document import check_format_version, dump_canonical, load_canonical, load_json
 from vllm_delta_sync.format.limits import MAX_JSON_DEPTH
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1) | st.text()

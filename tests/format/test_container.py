@@ -14,9 +14,8 @@ from safetensors import safe_open
 from tests.support.hostile import HEADERS, container, entry
 from tests.support.samples import every_dtype_table, random_bits
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, StoreError, TensorMismatchError
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container, aligned, read_anchor, write_anchor, write_container
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of, dtype_name, tensor_from_bits
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=12)

@@ -33,9 +33,8 @@ from vllm_delta_sync.format.documents import (
     anchor_key,
     merged_delta_key,
 )
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, object_key, version_key
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
 from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
 

@@ -18,8 +18,7 @@ from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.errors import SignatureError
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Sparse
 from vllm_delta_sync.tensors.torch_views import bits_of
 from vllm_delta_sync.trust import Keyring
 

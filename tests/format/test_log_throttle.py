@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from vllm_delta_sync.log_throttle import MAX_SUBJECTS, ONCE, LogThrottle, without_numbers
+from vllm_delta_sync.logs import MAX_SUBJECTS, ONCE, LogThrottle, without_numbers
 
 logger = logging.getLogger("tests.log_throttle")
 

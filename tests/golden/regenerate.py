@@ -21,12 +21,12 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder
-from vllm_delta_sync.codec.tiles.held_parts import TensorView, covered_rectangles
+from vllm_delta_sync.codec.tiles.grid import TensorView, covered_rectangles
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import Claim, Heartbeat, Retention, Tag
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits
 from vllm_delta_sync.trust import Keyring
 
 DIRECTORY = Path(__file__).parent / "run"

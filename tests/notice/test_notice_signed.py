@@ -10,8 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.notice.conftest import Ends
 from tests.support.notices import DIGEST, LOOPBACK, RUN, hear
-from vllm_delta_sync.format.base_document import Signature
-from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
+from vllm_delta_sync.format.base_document import Signature, dump_canonical, load_canonical
 from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.messages import MAX_CHECKS, NoticeVerifier, encode, parse
 from vllm_delta_sync.trust import Keyring

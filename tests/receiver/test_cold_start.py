@@ -28,7 +28,7 @@ from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.settings import Settings
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 HEAD = 5

@@ -17,9 +17,8 @@ from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Changes, Full
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 

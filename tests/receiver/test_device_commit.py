@@ -25,9 +25,8 @@ from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, MemoryLimitError
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorTable
 
 
 def destinations(count: int, size: int, random: np.random.Generator) -> list[Destination]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.running import run_python
 from tests.support.world import World
-from vllm_delta_sync.json_log import log_as_json
+from vllm_delta_sync.logs import log_as_json
 
 ALWAYS = {"time", "level", "logger", "event", "message"}
 ABOUT_A_VERSION = {*ALWAYS, "version", "step", "run", "bytes", "changed", "timings_ms"}

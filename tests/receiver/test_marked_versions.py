@@ -23,7 +23,7 @@ from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.manifest import Quarantine, version_key
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 
 @dataclass(frozen=True)

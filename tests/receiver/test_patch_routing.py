@@ -17,8 +17,7 @@ from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits, Positions
-from vllm_delta_sync.tensors.changes import Sparse
+from vllm_delta_sync.tensors.changes import Bits, Positions, Sparse
 
 SIZE = 5_000
 

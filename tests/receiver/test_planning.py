@@ -34,7 +34,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.format.manifest import Manifest

@@ -29,7 +29,7 @@ LIGHT = {
     "vllm_delta_sync.engine.entrypoints.plugin",
     "vllm_delta_sync.engine.names",
     "vllm_delta_sync.errors",
-    "vllm_delta_sync.redaction",
+    "vllm_delta_sync.logs",
 }
 REGISTER = """
 from vllm_delta_sync.engine.entrypoints import plugin

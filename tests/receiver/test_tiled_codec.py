@@ -21,22 +21,19 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import grid
-from vllm_delta_sync.codec.tiles.grid import extent
-from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, TensorView, covered_rectangles
+from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, TensorView, covered_rectangles, extent
 from vllm_delta_sync.engine.model.route import coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.protocol import Commit, Outcome, Poll, Progress, Revert, Staged
-from vllm_delta_sync.engine.staging import live_base
+from vllm_delta_sync.engine.staging import stage
 from vllm_delta_sync.engine.staging import stage as reading
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.stage import PhaseTimer, open_steps
+from vllm_delta_sync.engine.staging.stage import LiveBaseReader, PhaseTimer, open_steps
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, FormatError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.run.read_plan import Step
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Positions
 
 
 def trained(bits: list[Bits], random: np.random.Generator) -> list[Bits]:
@@ -317,7 +314,7 @@ def test_two_ranks_follow_by_their_own_tiles(
 def test_a_start_says_whether_a_share_ends_inside_a_tile(
     sliced: SlicedChain, rows: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_base, "SMALL_ELEMENTS", 1)
+    monkeypatch.setattr(stage, "SMALL_ELEMENTS", 1)
     sliced.rows = rows
     with caplog.at_level(logging.WARNING, "vllm.delta_sync"):
         sliced.grow()

@@ -35,8 +35,8 @@ from vllm_delta_sync.maintenance.branch import branch, branch_tag
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 from vllm_delta_sync.run.partial import restore_boxes
-from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import Bits
 
 VERSIONS = 10
 

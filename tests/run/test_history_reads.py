@@ -31,11 +31,11 @@ from vllm_delta_sync.errors import (
     SignatureError,
 )
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.run import prefetch
+from vllm_delta_sync.run import run_reader
 from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, RunReader
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.verify import verify_run
@@ -252,7 +252,7 @@ def test_verify_reads_each_manifest_once_and_many_at_a_time(folder: Path, monkey
     assert slow.most == PARALLEL
     # What does not fit into memory is read again: once for the documents, and once for the weights.
     sizes = [(folder / version_key(version)).stat().st_size for version in range(VERSIONS + 1)]
-    monkeypatch.setattr(prefetch, "KEPT_BYTES", sum(sizes) // 4)
+    monkeypatch.setattr(run_reader, "KEPT_BYTES", sum(sizes) // 4)
     again = Slow(folder, PARALLEL)
     assert verify_run(again.run).head == VERSIONS
     assert max(again.reads.values()) == 2

@@ -294,7 +294,7 @@ def test_takes_the_memory_of_the_boxes_and_little_more(
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the scratch files that are made; tiles are coded with classes, so that they need old bits."""
-    monkeypatch.setattr("vllm_delta_sync.codec.tiles.classes.TABLE_BITS", -1000.0)
+    monkeypatch.setattr("vllm_delta_sync.codec.tiles.coder.TABLE_BITS", -1000.0)
     made: list[int] = []
     real = chain_read.scratch_file
 

@@ -15,7 +15,7 @@ from vllm_delta_sync.cli.inspect import version_document
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec.delta_object import FINGERPRINTS
-from vllm_delta_sync.codec.tiles import classes, coder
+from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import Container
@@ -30,7 +30,7 @@ def classes_in_any_tensor() -> Iterator[None]:
     """Classes cost less than nothing, so that all tensors have some, and need base bits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coder, "SMALL_ELEMENTS", 1)
-        patch.setattr(classes, "TABLE_BITS", -1000.0)
+        patch.setattr(coder, "TABLE_BITS", -1000.0)
         yield
 
 

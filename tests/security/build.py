@@ -13,7 +13,7 @@ from tests.security.reader import Reader
 from tests.support.forge import arrays_of, forge
 from tests.support.samples import CREATED, RUN
 from tests.support.written import Written
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.documents import Tag, tag_key
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 

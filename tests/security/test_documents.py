@@ -23,7 +23,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, FormatError
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import HEAD_KEY, Manifest, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

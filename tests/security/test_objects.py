@@ -37,7 +37,7 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.tiles.grid import grid_of
 from vllm_delta_sync.errors import LimitError
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.manifest import ObjectRef, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.objects import read_object

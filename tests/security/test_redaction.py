@@ -11,7 +11,7 @@ import pytest
 
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import StoreError, UsageError
-from vllm_delta_sync.redaction import REMOVED, guarded_logger, public_url, redact
+from vllm_delta_sync.logs import REMOVED, guarded_logger, public_url, redact
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from vllm_delta_sync.engine.api import access, routes
 from vllm_delta_sync.engine.api.access import MAX_BODY_BYTES
 from vllm_delta_sync.engine.planning.lineage import ancestry
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 
 HEAD = b"POST /delta_sync/sync HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 WAIT_SECONDS = 120

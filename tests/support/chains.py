@@ -15,7 +15,7 @@ from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 from vllm_delta_sync.trust import Keyring
 

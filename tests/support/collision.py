@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm_delta_sync.format.fingerprint import tensor_seed
 from vllm_delta_sync.format.kernels import BITS, FINAL, GOLDEN, LANE, PREMIX, S29, S32
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 ROUNDS = 7
 KEPT = 2**16

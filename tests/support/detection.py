@@ -12,10 +12,9 @@ from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.device_memory import Kernels
 from trainer_side.diff.device_queue import open_queue
 from trainer_side.diff.engine import Detector
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Bits, Positions
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 NAME = "layer.weight"

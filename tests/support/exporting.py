@@ -14,7 +14,7 @@ from pathlib import Path
 from vllm_delta_sync import follow, open_run
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.export import WORK_NAME, export
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 
 def held(folder: Path) -> dict[str, bytes]:

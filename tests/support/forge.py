@@ -16,8 +16,7 @@ import numpy as np
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.format.base_document import Document
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import Document, dump_canonical
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.manifest import Head, object_key, version_key
 from vllm_delta_sync.format.safetensors_file import Container, write_container

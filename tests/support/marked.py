@@ -6,7 +6,7 @@ from tests.support.chains import Chain
 from tests.support.collecting import Grown
 from tests.support.samples import RunWriter
 from vllm_delta_sync.format.manifest import HeldBack, Manifest, Quarantine
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 REASON = "it is no good"
 

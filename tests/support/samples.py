@@ -16,15 +16,12 @@ from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, Tag
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.format.safetensors_file import write_anchor
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
-from vllm_delta_sync.tensors.segments import diff
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Full, Sparse, diff
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
 

@@ -13,8 +13,7 @@ from tests.support.publishers import Trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.format.base_document import Document
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import Document, dump_canonical
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, object_key
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate

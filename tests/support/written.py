@@ -25,7 +25,7 @@ from vllm_delta_sync.maintenance.gc.record import ranges as spans
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits
 from vllm_delta_sync.tensors.state import ModelState
 
 TABLE = TensorTable(

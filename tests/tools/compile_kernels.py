@@ -16,9 +16,8 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.format import fingerprint
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES, DType
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor
+from vllm_delta_sync.format.table import DTYPES, DType, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import BaseTensor
 
 CODECS: list[tuple[Codec, Compression]] = [("plain", "zstd"), ("plain", "none"), ("raw", "none"), ("tiled", "zstd")]
 

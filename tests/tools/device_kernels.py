@@ -25,7 +25,7 @@ from vllm_delta_sync.engine.model import commit_triton as commit
 from vllm_delta_sync.engine.model import decode_triton as decode
 from vllm_delta_sync.engine.model import fingerprint_triton as fingerprint
 from vllm_delta_sync.engine.model.device_batch import BLOCK
-from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)

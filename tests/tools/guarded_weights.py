@@ -20,7 +20,7 @@ from tests.support.world import World
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map
-from vllm_delta_sync.engine.staging import live_base, stage
+from vllm_delta_sync.engine.staging import stage
 from vllm_delta_sync.errors import BusyError, EngineError
 
 CYCLES = 100

@@ -15,9 +15,8 @@ from vllm_delta_sync.engine.model import accelerator, device_batch, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import DTYPES, DType, TensorTable
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
 SIZES = (1, device_batch.BLOCK - 1, device_batch.BLOCK, device_batch.BLOCK + 1, 2 * device_batch.BLOCK + 7)

@@ -22,10 +22,8 @@ from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import DeltaReader, TilesReader
 from vllm_delta_sync.codec.tiles import decode_kernels
 from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
-from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
-from vllm_delta_sync.codec.tiles.grid import Grid, grid_of
-from vllm_delta_sync.codec.tiles.held_parts import CutTileError
-from vllm_delta_sync.codec.tiles.prefix_code import Decoding, decoding
+from vllm_delta_sync.codec.tiles.coder import Decoding, decoding, key_limits, magnitude_mask
+from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, grid_of
 from vllm_delta_sync.engine.model import decode_triton
 from vllm_delta_sync.engine.model.decode_triton import (
     DecodeArrays,
@@ -38,10 +36,9 @@ from vllm_delta_sync.engine.model.decode_triton import (
 )
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.kernels import read_only
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Rectangle
+from vllm_delta_sync.format.table import DTYPES, DType, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Rectangle
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SHORT, NO_CODE, OUTSIDE = decode_kernels.SHORT, decode_kernels.NO_CODE, decode_kernels.OUTSIDE

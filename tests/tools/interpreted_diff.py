@@ -16,9 +16,8 @@ from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.device_memory import BLOCK
 from trainer_side.diff.device_queue import Stream, open_queue
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 
 SIZES = (1, 63, BLOCK - 1, BLOCK, 3 * BLOCK + 5, 20_000)
 CASES = (

@@ -33,7 +33,7 @@ from vllm_delta_sync.engine.model.route import Destination, Region, Route, Route
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.staging import device_decoder
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor
+from vllm_delta_sync.tensors.changes import BaseTensor
 
 TABLES_BYTES = (TABLES * 4 << LONGEST) + 512
 SUITE = [

@@ -39,12 +39,9 @@ vllm_delta_sync/codec/delta_object.py: codec/test_delta codec/test_delta_hostile
 vllm_delta_sync/codec/delta_writer.py: codec/test_delta format/test_golden
 vllm_delta_sync/codec/delta_reader.py: codec/test_delta codec/test_delta_hostile codec/test_lazy format/test_golden
 vllm_delta_sync/codec/full.py: codec/test_full codec/test_delta codec/test_delta_hostile
-vllm_delta_sync/codec/tiles/coder.py: codec/test_tiles codec/test_tiles_hostile codec/test_tile_parts
-    format/test_golden
+vllm_delta_sync/codec/tiles/coder.py: codec/test_tiles codec/test_tiles_hostile codec/test_tile_parts format/test_golden
+    codec/test_prefix_code
 vllm_delta_sync/codec/tiles/grid.py: codec/test_tile_grid codec/test_tile_parts
-vllm_delta_sync/codec/tiles/held_parts.py: codec/test_tile_grid codec/test_tile_parts
-vllm_delta_sync/codec/tiles/classes.py: codec/test_tiles
-vllm_delta_sync/codec/tiles/prefix_code.py: codec/test_prefix_code codec/test_tiles_hostile
 vllm_delta_sync/codec/tiles/shared_kernels.py: codec/test_prefix_code codec/test_tiles format/test_golden
 vllm_delta_sync/codec/tiles/encode_kernels.py: codec/test_tiles codec/test_tile_parts
 vllm_delta_sync/codec/tiles/decode_kernels.py: codec/test_tiles codec/test_tiles_hostile codec/test_tile_parts
@@ -55,17 +52,16 @@ vllm_delta_sync/run/read_plan.py: run/test_plan receiver/test_planning
 vllm_delta_sync/run/restore.py: run/test_restore run/test_history
 vllm_delta_sync/verify/verify.py: run/test_verify run/test_history trust/test_verify_signed
 vllm_delta_sync/run/ancestors.py: trust/test_trust_keys trust/test_receiver_attacks
-trainer_side/committer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_gate
-    trainer/test_rebase trainer/test_baseline_rescan trainer/test_baseline_disk trainer/test_budgets
-    trainer/test_end_of_training
+trainer_side/committer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_gate trainer/test_rebase
+    trainer/test_baseline_rescan trainer/test_baseline_disk trainer/test_budgets trainer/test_end_of_training
 trainer_side/writer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_fencing
     trainer/test_single_writer trust/test_signed_publisher
 trainer_side/run_start.py: trainer/test_publisher trainer/test_single_writer
 trainer_side/takeover.py: trainer/test_fencing trainer/test_single_writer trainer/test_resume
     trust/test_signed_publisher
 vllm_delta_sync/engine/commit/apply.py: receiver/test_commit receiver/test_foreign_writers receiver/test_follow
+    receiver/test_rollback receiver/test_commit_faults
 vllm_delta_sync/engine/commit/transaction.py: receiver/test_follow receiver/test_commit_faults
-vllm_delta_sync/engine/commit/undo_log.py: receiver/test_rollback receiver/test_commit receiver/test_commit_faults
 vllm_delta_sync/engine/model/device_batch.py: receiver/test_device_commit receiver/test_commit
 vllm_delta_sync/engine/model/device_patch.py: receiver/test_device_commit receiver/test_commit
     receiver/test_commit_faults

@@ -19,12 +19,10 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.format.dtypes import DTYPES as ELEMENTS
+from vllm_delta_sync.format.table import DTYPES as ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
-from vllm_delta_sync.tensors.segments import diff
+from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Sparse, diff
 
 
 def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> None:

@@ -19,7 +19,7 @@ from trainer_side.diff.device_memory import BLOCK, Kernels
 from trainer_side.diff.engine import Detector
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 BATCH = 4 * BLOCK
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64}

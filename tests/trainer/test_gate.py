@@ -20,8 +20,8 @@ from tests.support.publishing import damage
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError, UsageError
-from vllm_delta_sync.format.dtypes import DTYPES, count_nonfinite, has_values, values_of
 from vllm_delta_sync.format.manifest import Quarantine
+from vllm_delta_sync.format.table import DTYPES, count_nonfinite, has_values, values_of
 from vllm_delta_sync.maintenance.compact import maintain
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 

@@ -33,7 +33,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.documents import Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, Manifest, version_key
 from vllm_delta_sync.maintenance.branch import branch

@@ -20,7 +20,7 @@ from vllm_delta_sync.engine.protocol import A, Poll, Progress, RankFailure, Rank
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import BaseUnavailableError, FormatError, NotFoundError, SignatureError
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.tensors.state import ModelState

@@ -40,8 +40,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnsupportedError,
 )
-from vllm_delta_sync.format.base_document import Document
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import Document, dump_canonical
 from vllm_delta_sync.format.documents import Anchor, Claim, Collection, Heartbeat, MergedDelta, Retention, Tag
 from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, version_key
 from vllm_delta_sync.run.ancestors import Ancestors

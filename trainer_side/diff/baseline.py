@@ -24,10 +24,10 @@ from vllm_delta_sync.errors import FingerprintError, FormatError, ModelError, Te
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.limits import CORRUPT
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, read_small_file
 
 logger = guarded_logger(__name__)

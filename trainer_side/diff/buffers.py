@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.format.table import DType, TensorSpec
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.restore import scratch_file
-from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
+from vllm_delta_sync.tensors.changes import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.state import slab_layout
 from vllm_delta_sync.tensors.torch_views import bits_of
 

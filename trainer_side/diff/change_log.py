@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_side.diff.buffers import BaselineBuffer
-from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.bits import Bits, Positions
-from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
+from vllm_delta_sync.format.table import DType
+from vllm_delta_sync.logs import guarded_logger
+from vllm_delta_sync.tensors.changes import Bits, Positions, Segment, SegmentArrays
 
 logger = guarded_logger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from trainer_side.diff.device_memory import BLOCK, BatchMemory, Found, Ordered, PieceBatch, Stretch
 from vllm_delta_sync.format.fingerprint import tensor_seed
 from vllm_delta_sync.tensors import torch_hash
-from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 TORCH_ELEMENTS = 2048 * BLOCK

@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from trainer_side.diff.device_memory import BLOCK, COLUMNS, BatchMemory, Found, Ordered, PieceBatch, Stretch
 from vllm_delta_sync.format.triton_hash import high_lane, low_lane, premix
-from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 
 ORDER_BLOCK = 128
 """Elements brought in order at a time: few of a block have changed."""

@@ -12,7 +12,7 @@ import torch
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device_queue import DeviceQueue
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 BLOCK = 2048

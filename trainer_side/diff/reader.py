@@ -8,7 +8,7 @@ from itertools import chain, product
 import numpy as np
 import torch
 
-from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Bits
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 GATHER_ELEMENTS = 1024**2

@@ -20,12 +20,11 @@ from trainer_side.encode.update_gate import PIECE_ELEMENTS, Difference, add_diff
 from trainer_side.options import Budget
 from trainer_side.ranks.group import Json, ProcessGroup
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.dtypes import DType, has_values, values_of
 from vllm_delta_sync.format.manifest import HeldBack, Manifest
-from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.format.table import DType, TensorTable, has_values, values_of
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import Bits, Positions
 
 logger = guarded_logger(__name__)
 

@@ -23,11 +23,10 @@ from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.process_folders import ProcessFolder
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Changes, Full, Sparse
 
 logger = guarded_logger(__name__)
 

@@ -16,11 +16,10 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.options import Gate
 from trainer_side.ranks.group import Json, ProcessGroup, added_rows
 from vllm_delta_sync.errors import GateError
-from vllm_delta_sync.format.dtypes import DType, Values, count_nonfinite, has_values, values_of
-from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.format.table import DType, TensorTable, Values, count_nonfinite, has_values, values_of
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import Bits
 
 logger = guarded_logger(__name__)
 

@@ -25,7 +25,7 @@ from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world, leave
 from trainer_side.result import METRICS, Deadline, PublishResult
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 
 logger = guarded_logger(__name__)
 

@@ -16,7 +16,7 @@ from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.run_files import tokenizer_folder
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 
 logger = guarded_logger(__name__)
 

@@ -21,7 +21,7 @@ from trainer_side.ranks.group import in_world
 from trainer_side.result import Deadline
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, PublishTimeoutError, UsageError
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 
 __all__ = ["DeltaSyncCallback", "DeltaWeightTransfer", "NoWeightTransfer"]
 

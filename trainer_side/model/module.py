@@ -26,7 +26,7 @@ from trainer_side.model.live_tensors import (
 )
 from trainer_side.model.lora import LoraLayers, has_adapters
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
 
 logger = guarded_logger(__name__)

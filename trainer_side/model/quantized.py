@@ -24,7 +24,7 @@ from trainer_side.model.four_bit import Tensors
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, changed
 from trainer_side.model.sources import is_packed
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, read_small_file
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of, tensor_from_bits

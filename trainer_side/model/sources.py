@@ -23,9 +23,8 @@ from trainer_side.model.live_tensors import (
 from trainer_side.model.module import ModuleTensors, Selection
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
-from vllm_delta_sync.format.canonical_json import load_json
-from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec
+from vllm_delta_sync.format.base_document import load_json
+from vllm_delta_sync.format.table import DRAFT_PREFIX, DTYPES, TensorSpec
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
 

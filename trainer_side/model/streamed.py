@@ -10,7 +10,7 @@ from trainer_side.model.conversion_trace import Route
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
 from trainer_side.model.module import ModuleForm, Selection, assume_loaded_from
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 

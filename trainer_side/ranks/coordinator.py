@@ -47,11 +47,11 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.run.restore import check_base_bits
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError, error_kinds
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 
 logger = guarded_logger(__name__)
 

@@ -15,15 +15,14 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.pending_delta import FullTensor, PendingDelta, SparseTensor, VersionChanges
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.ranks.shard_parts import RankParts
-from vllm_delta_sync.codec.tiles.grid import extent
-from vllm_delta_sync.codec.tiles.held_parts import CutTileError, covered_rectangles, view_of
+from vllm_delta_sync.codec.tiles.grid import CutTileError, covered_rectangles, extent, view_of
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.partial import fingerprint_box
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, InPlace, Matrix, Positions
 from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, InPlace, Matrix, Positions
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 _PIECE_ELEMENTS = 1024**2

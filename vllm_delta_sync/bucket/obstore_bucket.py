@@ -36,7 +36,7 @@ from vllm_delta_sync.bucket.obstore_clients import (
 )
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRequest, translate_error
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
-from vllm_delta_sync.redaction import public_url, redact
+from vllm_delta_sync.logs import public_url, redact
 from vllm_delta_sync.settings import StoreOptions
 from vllm_delta_sync.urls import StoreLocation
 

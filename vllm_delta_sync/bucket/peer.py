@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from vllm_delta_sync.bucket.base import ObjectInfo, ReadOnlyBucket, check_size, report_bytes
 from vllm_delta_sync.bucket.ranged import digest_of
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError, UnavailableError, UsageError
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 
 OBJECTS_PATH = "/delta_sync/objects/"
 """Path of the route, before the digest."""

@@ -20,7 +20,7 @@ from vllm_delta_sync.bucket.verified import check_object, check_stored_size, dow
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
 from vllm_delta_sync.format.manifest import ObjectRef
-from vllm_delta_sync.log_throttle import ONCE, LogThrottle
+from vllm_delta_sync.logs import ONCE, LogThrottle
 
 logger = logging.getLogger(__name__)
 

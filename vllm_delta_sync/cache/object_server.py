@@ -22,7 +22,7 @@ from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.cache.object_cache import ObjectCache
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
-from vllm_delta_sync.log_throttle import ONCE, LogThrottle
+from vllm_delta_sync.logs import ONCE, LogThrottle
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from vllm_delta_sync.cli.arguments import RUN, as_finding, bucket_url, byte_coun
 from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.text import clean, writing
 from vllm_delta_sync.errors import NotFoundError, UsageError
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.settings import check_bucket
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 
 from vllm_delta_sync.cli.command import Report, command, option
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.settings import Settings, StoreOptions
 
 METAVARS = {

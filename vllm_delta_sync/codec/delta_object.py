@@ -14,10 +14,9 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.dtypes import DType, dtype_of
 from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.safetensors_file import Container, aligned
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import DType, TensorTable, dtype_of
 
 METADATA_KEY = "delta_sync"
 FINGERPRINTS = "@fingerprints"

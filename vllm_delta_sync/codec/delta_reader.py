@@ -30,14 +30,12 @@ from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.tiles.coder import CodedTensor, TilesBlock
 from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
-from vllm_delta_sync.format.canonical_json import check_format_version, load_canonical
+from vllm_delta_sync.format.base_document import check_format_version, load_canonical
 from vllm_delta_sync.format.codecs import BASE_CODECS, CODECS, RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.safetensors_file import Buffer, Container, aligned
-from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.format.table import DType, TensorTable
+from vllm_delta_sync.tensors.changes import BaseLookup, Changes, Full, Sparse
 
 LAZY_ELEMENTS = 1024 * 1024
 """Tensors are read in batches of about this many changed elements, over all objects."""

@@ -10,14 +10,13 @@ from vllm_delta_sync.codec import full, raw
 from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, BlockEntries, DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.limits import FORMAT_VERSION
 from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseLookup, Changes, Sparse
 
 
 def encode(

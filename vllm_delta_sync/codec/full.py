@@ -18,9 +18,8 @@ from vllm_delta_sync.codec.delta_object import (
     bytes_of,
 )
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import DTYPES, TensorTable
 from vllm_delta_sync.tensors.changes import Full
 
 

@@ -14,10 +14,8 @@ import numpy.typing as npt
 
 from vllm_delta_sync.codec.delta_reader import DeltaReader, batch_stops
 from vllm_delta_sync.format.codecs import BASE_CODECS
-from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, apply_distances, order_masks
-from vllm_delta_sync.tensors.changes import Full, Sparse
+from vllm_delta_sync.format.table import DType, TensorTable
+from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Bits, Full, Sparse, apply_distances, order_masks
 
 
 def merge(

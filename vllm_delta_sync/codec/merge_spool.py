@@ -18,13 +18,11 @@ from vllm_delta_sync.codec.delta_writer import encode_sparse, fingerprint_lanes,
 from vllm_delta_sync.codec.zstd import Compression, compress_pieces
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.dtypes import dtype_of
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
 from vllm_delta_sync.format.safetensors_file import header_bytes, layout
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, Bits, Positions
-from vllm_delta_sync.tensors.changes import Full, Sparse
+from vllm_delta_sync.format.table import TensorSpec, TensorTable, dtype_of
+from vllm_delta_sync.tensors.changes import BaseLookup, Bits, Full, Positions, Sparse
 
 SPOOL_ELEMENTS = 2 * 1024 * 1024
 """A block is closed at this many elements; fewer than in a publisher's objects, to save scratch memory."""

@@ -7,11 +7,9 @@ import numpy as np
 
 from vllm_delta_sync.codec.delta_object import Directory
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UsageError
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container, aligned
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Sparse
+from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import BaseLookup, Sparse
 
 INDICES = ".indices"
 VALUES = ".values"

@@ -35,7 +35,7 @@ import zstandard
 
 from vllm_delta_sync.codec.zstd import declared_size, decompress
 from vllm_delta_sync.errors import FingerprintError, FormatError, UnsupportedError
-from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.format.limits import check_limit
 
 Bytes = npt.NDArray[np.uint8]

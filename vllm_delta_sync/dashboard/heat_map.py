@@ -18,8 +18,7 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import delta_context, object_limit
-from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 
 HEAT_VERSIONS = 16
 """Most versions in the heat map."""

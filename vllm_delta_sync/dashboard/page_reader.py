@@ -14,11 +14,11 @@ from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFou
 from vllm_delta_sync.fleet.fleet import Fleet, Replica
 from vllm_delta_sync.format.documents import TAGS_PREFIX, Tag, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.maintenance.accounting import is_empty
 from vllm_delta_sync.maintenance.run_stats import Spread
-from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.run.graph import broken_link
-from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.run_reader import read_ahead
 
 LAST = 200
 """Versions to show, if nothing else is asked for."""

@@ -4,8 +4,7 @@ import logging
 import sys
 
 from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.json_log import log_as_json
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger, log_as_json
 from vllm_delta_sync.settings import client_settings
 
 logger = guarded_logger("vllm.delta_sync")

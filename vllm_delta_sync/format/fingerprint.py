@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
-from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.table import DType
 
 _MASK = (1 << 64) - 1
 _DOMAIN = b"vllm-delta-sync fingerprint v1\0"

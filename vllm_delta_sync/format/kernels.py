@@ -17,8 +17,7 @@ from numba import carray, types
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
-from vllm_delta_sync.log_throttle import ONCE, LogThrottle
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import ONCE, LogThrottle, guarded_logger
 
 logger = guarded_logger(__name__)
 _log = LogThrottle(logger, ONCE)

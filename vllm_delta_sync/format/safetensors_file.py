@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from vllm_delta_sync.errors import FormatError, StoreError, TensorMismatchError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.canonical_json import load_json
-from vllm_delta_sync.format.dtypes import DType, dtype_of
+from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.format.limits import check_limit, check_object_count, shown
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import DType, TensorSpec, TensorTable, dtype_of
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 _LENGTH_BYTES = 8

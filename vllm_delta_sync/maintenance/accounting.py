@@ -25,8 +25,7 @@ from vllm_delta_sync.format.documents import (
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_of_key
-from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 
 Kind = Literal[
     "deltas", "anchors", "standalone anchors", "merged deltas", "sidecars", "files", "manifests", "documents", "unnamed"

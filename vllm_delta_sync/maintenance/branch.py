@@ -29,10 +29,10 @@ from vllm_delta_sync.format.manifest import (
     RunInfo,
     version_key,
 )
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.export import choose_version
 from vllm_delta_sync.maintenance.gc.record import lasting_plan
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import summarize_changes
 from vllm_delta_sync.run.restore import check_step

@@ -17,7 +17,7 @@ from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec, TensorTable
 from vllm_delta_sync.run.model_files import fetch_run_file, write_file
 from vllm_delta_sync.run.restore import open_branch_source
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,

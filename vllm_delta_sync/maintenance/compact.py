@@ -28,10 +28,10 @@ from vllm_delta_sync.format.documents import (
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
 from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError, make_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, never_stop
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 from vllm_delta_sync.run.run_reader import RunReader

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.format.dtypes import DType, has_values, values_of
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import DType, TensorSpec, has_values, values_of
 from vllm_delta_sync.run.restore import Progress, restore
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 CHUNK_ELEMENTS = 1024 * 1024
 """Elements compared at a time; in fp64 they take 8 MB for each array."""

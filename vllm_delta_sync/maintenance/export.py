@@ -31,6 +31,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.checkpoint_files import (
     DRAFT_FILE,
     SHARD_BYTES,
@@ -40,7 +41,6 @@ from vllm_delta_sync.maintenance.checkpoint_files import (
     is_adapter,
     model_files_of_run,
 )
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress, restore

@@ -24,18 +24,17 @@ from vllm_delta_sync.errors import DataError, DeltaSyncError, StoreError, UsageE
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, is_adapter
 from vllm_delta_sync.maintenance.export import ExportRecord, read_record
 from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
 from vllm_delta_sync.maintenance.slime_folder import SlimeFolder
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
 from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import HEAD
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME, is_model_file
 from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.trust import Keyring

@@ -16,9 +16,9 @@ from vllm_delta_sync.client import Run, Version
 from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import ChainError, ConflictError, ForkError, ReplayError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.checkpoint_files import files_in, model_files_of_run
 from vllm_delta_sync.maintenance.export import ExportRecord, choose_version
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress
 from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME

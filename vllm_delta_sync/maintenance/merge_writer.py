@@ -22,9 +22,9 @@ from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.anchor_writer import contradicts_manifests, put_document, read_if_valid
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.objects import (
     declared_change,
@@ -35,8 +35,7 @@ from vllm_delta_sync.run.objects import (
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Full, Sparse
+from vllm_delta_sync.tensors.changes import BaseLookup, Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)

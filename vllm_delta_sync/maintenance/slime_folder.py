@@ -24,15 +24,14 @@ from vllm_delta_sync.errors import ChainError, DataError, FingerprintError, Unsu
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorTable
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.checkpoint_files import WeightFiles
 from vllm_delta_sync.maintenance.export import ExportRecord, read_record
 from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
-from vllm_delta_sync.tensors.bits import BaseTensor
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Changes
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME
 from vllm_delta_sync.tensors.state import HeldPieces, ModelState, apply_changes
 

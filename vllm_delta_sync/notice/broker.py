@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES, LastValues
 from vllm_delta_sync.notice.sockets import (
@@ -27,7 +27,6 @@ from vllm_delta_sync.notice.sockets import (
     received,
     wait_ms,
 )
-from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 

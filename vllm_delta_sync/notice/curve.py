@@ -13,7 +13,7 @@ import zmq
 from zmq.auth import Authenticator, create_certificates, load_certificate
 
 from vllm_delta_sync.errors import SettingsError, StoreError
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle
 from vllm_delta_sync.notice.sockets import Context, Socket, received
 from vllm_delta_sync.trust.keys import PUBLIC_SUFFIX, check_private, write_pair
 

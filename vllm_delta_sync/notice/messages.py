@@ -11,8 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from vllm_delta_sync.errors import FormatError, SignatureError
-from vllm_delta_sync.format.base_document import Signature
-from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
+from vllm_delta_sync.format.base_document import Signature, dump_canonical, load_canonical
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.trust.keyring import Keyring
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, encode
 from vllm_delta_sync.notice.sockets import (
@@ -26,7 +26,6 @@ from vllm_delta_sync.notice.sockets import (
     received,
     wait_ms,
 )
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
 
 logger = guarded_logger(__name__)

@@ -10,7 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_delta_sync.errors import NoticeError
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle
 
 MAX_FRAME_BYTES = 64 * 1024
 """ZeroMQ disconnects a peer that sends a larger frame, before it buffers the frame."""

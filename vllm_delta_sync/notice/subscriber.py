@@ -7,7 +7,7 @@ import time
 import zmq
 
 from vllm_delta_sync.errors import FormatError, NoticeError
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import Message, Notice, NoticeVerifier, parse
 from vllm_delta_sync.notice.sockets import (
@@ -18,7 +18,6 @@ from vllm_delta_sync.notice.sockets import (
     open_socket,
     received,
 )
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
 
 MAX_DRAIN = 1000

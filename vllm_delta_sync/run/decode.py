@@ -16,8 +16,7 @@ from vllm_delta_sync.run.checks import (
     holds_all_tensors,
     read_shard,
 )
-from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Changes, Full
+from vllm_delta_sync.tensors.changes import BaseLookup, Changes, Full
 
 
 def open_objects(

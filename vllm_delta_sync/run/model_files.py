@@ -10,7 +10,7 @@ from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.durable_files import write_atomically
 from vllm_delta_sync.errors import DataError, NotFoundError, StoreError
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.checkpoint import is_model_file
 

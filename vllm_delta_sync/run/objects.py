@@ -29,8 +29,7 @@ from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseLookup, Changes
 
 MAPPED_BYTES = 64 * 1024 * 1024
 """Objects above this size are mapped, not read into memory, where that is possible (``read_object``)."""

@@ -15,20 +15,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_delta_sync.codec.tiles.held_parts import CutTileError, held_part, refusing, view_of
+from vllm_delta_sync.codec.tiles.grid import CutTileError, held_part, refusing, view_of
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists, check_bits, check_tensor
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, open_branch_source, root_tensors
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
 from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.tensors.torch_sharding import Pieces, is_sharded, local_boxes, whole_shape
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits

@@ -22,10 +22,9 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, broken_link, contradicted, contradiction
-from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.run_reader import MAX_BAD_IN_A_ROW, RunReader
+from vllm_delta_sync.run.run_reader import MAX_BAD_IN_A_ROW, RunReader, read_ahead
 
 logger = guarded_logger(__name__)
 

@@ -21,7 +21,7 @@ import numpy as np
 from vllm_delta_sync.bucket import open_beside
 from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.codec.delta_reader import pieces_of
-from vllm_delta_sync.codec.tiles.held_parts import CutTileError
+from vllm_delta_sync.codec.tiles.grid import CutTileError
 from vllm_delta_sync.errors import (
     BaseUnavailableError,
     ChainError,
@@ -37,15 +37,14 @@ from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.process_folders import temporary_directory
-from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, read_shard
 from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Bits, Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, names_model, resolve_base
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState, contiguous_buffer
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.changes import Bits, Positions
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, TensorMismatchError, UsageError
-from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES, check_limit
 from vllm_delta_sync.format.manifest import Base
 from vllm_delta_sync.format.safetensors_file import Container, TruncatedFileError, aligned
 from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -29,7 +29,7 @@ from vllm_delta_sync.format.kernels import (
     prefetch,
     trailing_zeros,
 )
-from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 
 LANES = np.uint64(64)
 LAST_LANE = np.uint64(1 << 63)

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Positions, Sparse, apply_distances
 
 _ALIGNMENT = 64
 

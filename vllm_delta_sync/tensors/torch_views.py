@@ -4,9 +4,8 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.format.table import DTYPES, TensorSpec
+from vllm_delta_sync.tensors.changes import Bits
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,

@@ -35,8 +35,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.graph import contradicted, contradiction
-from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000

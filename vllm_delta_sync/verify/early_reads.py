@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
-from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 
 MAX_BYTES = 256 * 1024**2
 """Most memory for objects that are read early; the audit reads the others when it checks them."""

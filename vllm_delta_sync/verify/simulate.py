@@ -11,8 +11,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, 
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import delta_context, read_shard
-from vllm_delta_sync.tensors.bits import Bits, Positions
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.changes import Bits, Changes, Positions, Sparse
 from vllm_delta_sync.tensors.state import ModelState, write_elements
 
 _Rows = list[tuple[Sparse, Positions, Bits]]

@@ -13,8 +13,7 @@ from tests.support.forge import good_parts
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.format.base_document import timestamp
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical, timestamp
 from vllm_delta_sync.format.documents import anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Head, Manifest, object_key, version_key
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH

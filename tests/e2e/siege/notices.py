@@ -18,7 +18,7 @@ from tests.e2e.servers import beside
 from tests.e2e.siege.world import ATTACKS, POLL_SECONDS, Attack, Siege, attack
 from tests.support.notices import process
 from tests.support.proxy import TcpProxy
-from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.base_document import dump_canonical
 
 PORT = "notice port"
 ALLOWED = "notice port, a stolen notice key"

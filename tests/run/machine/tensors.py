@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 WIDTH = 32
 SHAPES = {

@@ -33,7 +33,7 @@ from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Manifest, RunInfo
 from vllm_delta_sync.settings import Settings
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 
 NO_FAULT = Fault()
 

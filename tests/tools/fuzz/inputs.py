@@ -22,8 +22,7 @@ from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Changes
 
 TABLE = TensorTable(
     [

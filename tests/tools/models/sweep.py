@@ -90,7 +90,7 @@ def _warm_up() -> None:
     from tests.support.world import World
     from vllm_delta_sync.codec import merge as merging
     from vllm_delta_sync.engine.commit import apply as commits
-    from vllm_delta_sync.format.dtypes import DTYPES
+    from vllm_delta_sync.format.table import DTYPES
 
     elements = {DTYPES[name] for name in ("BF16", "F32")}
     commits.compile_kernels(elements)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import AccessError, DeltaSyncError, StoreError, UnavailableError, UsageError
-from vllm_delta_sync.redaction import redact
+from vllm_delta_sync.logs import redact
 
 try:
     import hf_xet  # type: ignore[import-untyped]  # noqa: F401  checked here for all modules of the Hub

@@ -15,7 +15,7 @@ from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.peer import AskedItself, BeingFetched
 from vllm_delta_sync.bucket.ranged import digest_of
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError, UnavailableError
-from vllm_delta_sync.log_throttle import ONCE, LogThrottle
+from vllm_delta_sync.logs import ONCE, LogThrottle
 from vllm_delta_sync.settings import StoreOptions
 
 logger = logging.getLogger(__name__)

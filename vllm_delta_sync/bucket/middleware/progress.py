@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, observed_by
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 
 Mode = Literal["auto", "bar", "log", "off"]
 _Result = TypeVar("_Result")

@@ -12,8 +12,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
-from vllm_delta_sync.log_throttle import LogThrottle
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.settings import StoreOptions
 
 FIRST_PAUSE_SECONDS = 0.1

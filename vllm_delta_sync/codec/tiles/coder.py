@@ -3,6 +3,14 @@
 A tile is coded by its old bits, which writer and reader both have: changed elements by their ranks in classes of old
 magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U32, ``@k.counts`` U64, ``@k.tables`` U8,
 ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
+
+Classes: a weight changes if its update exceeds half the distance to the next number, and the weight's exponent
+determines that distance. So small weights change often, and large ones hardly ever. Elements of one class share tables.
+
+Prefix codes: a number of any size is split into a token and raw bits. A symbol is a gap's token with the kind of the
+value that follows it, so that most changes take one step: +1 and −1, the most frequent distances, are kinds of their
+own. Codes are canonical (D. A. Huffman, 1952; lengths suffice to know the codes, as in RFC 1951) and at most LONGEST
+bits long.
 """
 
 import itertools
@@ -18,26 +26,136 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.codec.delta_object import Arrays, Block, BlockEntries, Directory, block_ranges, bytes_of
-from vllm_delta_sync.codec.tiles.alphabets import CLASSES, SYMBOLS, TABLES
-from vllm_delta_sync.codec.tiles.classes import (
-    KEYS,
-    VALUE_TOKENS,
-    choose_thresholds,
-    key_limits,
-    key_shift,
-    magnitude_mask,
-)
-from vllm_delta_sync.codec.tiles.grid import Grid, Span, extent, grid_of, least_tiles, shares_of_threads
-from vllm_delta_sync.codec.tiles.held_parts import CutTileError
-from vllm_delta_sync.codec.tiles.prefix_code import Decoding, Lengths, code_lengths, code_words, decoding, overfull
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, SYMBOLS, TABLES
+from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, Span, extent, grid_of, least_tiles, shares_of_threads
 from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError, UsageError
-from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Matrix, Positions
-from vllm_delta_sync.tensors.changes import Sparse
+from vllm_delta_sync.format.table import DType, TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Bits, Matrix, Positions, Sparse
+
+Counts = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.uint8]
+"""(TABLES, 2, SYMBOLS) code lengths, of gaps with kinds and of values; 0 for a symbol without a code."""
+Decoding = npt.NDArray[np.uint16]
+"""(TABLES, 2, 2^LONGEST) entries by the next LONGEST bits. Fields from the lowest bit: length of the code (4 bits, 0
+for no code); of a gap its kind (2), then raw bits (5), then the bits above them (3); of a value raw bits (6), then the
+bits above them (3)."""
+
+
+def code_lengths(counts: Counts) -> Lengths:
+    """Return the best code lengths of (TABLES, 2, SYMBOLS) counts, but for the limit of LONGEST."""
+    from vllm_delta_sync.codec.tiles import shared_kernels
+
+    lengths = np.zeros(counts.shape, np.uint8)
+    for row, found in zip(counts.reshape(-1, SYMBOLS), lengths.reshape(-1, SYMBOLS), strict=True):
+        shared_kernels.assign_lengths(row, found)
+    return lengths
+
+
+def code_words(lengths: Lengths) -> npt.NDArray[np.uint16]:
+    """Return the codes of these lengths, first bit lowest."""
+    from vllm_delta_sync.codec.tiles import shared_kernels
+
+    words = np.zeros(lengths.shape, np.uint16)
+    for row, found in zip(lengths.reshape(-1, SYMBOLS), words.reshape(-1, SYMBOLS), strict=True):
+        shared_kernels.assign_words(row, found)
+    return words
+
+
+def overfull(lengths: Lengths) -> bool:
+    """Return whether a table has a code that is too long, or more codes than there can be."""
+    used = np.where(lengths > 0, 1 << (LONGEST - np.minimum(lengths, LONGEST).astype(np.int64)), 0).sum(axis=-1)
+    return bool(np.any(lengths > LONGEST) or np.any(used > 1 << LONGEST))
+
+
+def decoding(lengths: Lengths) -> Decoding:
+    """Return decoding tables; of a table without codes, all entries are 0."""
+    from vllm_delta_sync.codec.tiles import shared_kernels
+
+    tables = np.zeros((lengths.shape[0], 2, 1 << LONGEST), np.uint16)
+    shared_kernels.fill_tables(lengths, code_words(lengths), tables)
+    return tables
+
+
+KEYS = 256
+VALUE_TOKENS = 64
+"""Values are counted by the tokens of small numbers, and all others together."""
+TABLE_BITS = 200.0
+"""Approximate cost of adding a class: one gap table of about 35 tokens."""
+TOKEN_BITS = 4.0
+"""Approximate cost of each value token that a class has."""
+_SMALL = 1e-12
+
+
+def key_shift(element: DType) -> int:
+    """Return by how many bits an element's magnitude is shifted right to get its key."""
+    return max(8 * element.itemsize - dropped_bits(element) - 8, 0)
+
+
+def key_limits(thresholds: npt.NDArray[np.uint8], element: DType) -> npt.NDArray[np.unsignedinteger]:
+    """Return (CLASSES,), of the element's width: the least magnitudes with these keys."""
+    return (thresholds.astype(np.uint64) << np.uint64(key_shift(element))).astype(element.uint)
+
+
+def dropped_bits(element: DType) -> int:
+    """Return the number of highest bits that a magnitude lacks: 1, the sign, for a float, else 0."""
+    return 1 if element.is_float else 0
+
+
+def magnitude_mask(element: DType) -> np.unsignedinteger:
+    """Return the bits that a magnitude has, of the element's width."""
+    found: np.unsignedinteger = element.uint.type(((1 << 8 * element.itemsize) - 1) >> dropped_bits(element))
+    return found
+
+
+def choose_thresholds(owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """Return the keys at which the classes end: the cheapest partition, by dynamic programming.
+
+    Args:
+        owned: (KEYS,) elements of each key, at least the changed ones. tokens: (KEYS, VALUE_TOKENS) value tokens of the
+            changed elements.
+
+    Returns:
+        (CLASSES,) ascending; 0 for a class that there is not.
+    """
+    used = np.flatnonzero(owned > 0)
+    thresholds = np.zeros(CLASSES, np.uint8)
+    if used.size < 2:
+        return thresholds
+    tokens = tokens[:, tokens.any(axis=0)]
+    owned_sums = np.concatenate([[0.0], np.cumsum(owned[used])])
+    token_sums = np.concatenate([np.zeros((1, tokens.shape[1]), np.int64), np.cumsum(tokens[used], axis=0)])
+    best = np.full((CLASSES + 1, used.size), np.inf)
+    cuts = np.zeros(best.shape, np.int64)
+    best[0, 0] = 0.0
+    # The pairs by their second key: those that end at key k begin at k · (k − 1) / 2.
+    stops, starts = np.tril_indices(used.size, -1)
+    costs = _bits(owned_sums[stops] - owned_sums[starts], token_sums[stops] - token_sums[starts])
+    for stop in range(1, used.size):
+        first = stop * (stop - 1) // 2
+        totals = best[:-1, :stop] + costs[first : first + stop]
+        cuts[1:, stop] = np.argmin(totals, axis=1)
+        best[1:, stop] = np.min(totals, axis=1)
+    # The others' gaps count all elements.
+    best += _bits(np.full(used.size, owned_sums[-1]), token_sums[-1] - token_sums[:-1])
+    count, stop = (int(index) for index in np.unravel_index(np.argmin(best), best.shape))
+    for number in range(count, 0, -1):
+        thresholds[CLASSES - 1 - (count - number)] = used[stop]
+        stop = int(cuts[number, stop])
+    return thresholds
+
+
+def _bits(owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return bits that classes with these elements and value tokens take: positions, values, tables."""
+    changed = tokens.sum(axis=1)
+    share = np.clip(changed / np.maximum(owned, 1.0), _SMALL, 1 - _SMALL)
+    positions = -owned * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+    shares = tokens / np.maximum(changed, 1)[:, None]
+    values = -changed * (shares * np.log2(np.maximum(shares, _SMALL))).sum(axis=1)
+    return positions + values + TABLE_BITS + TOKEN_BITS * (tokens > 0).sum(axis=1)
+
 
 BLOCK_CHANGES = 1024 * 1024
 """A writer closes a block at this many changes; its tables then take less than 1 %."""

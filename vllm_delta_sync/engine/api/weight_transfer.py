@@ -21,7 +21,7 @@ from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, UsageError, WeightsLostError
 from vllm_delta_sync.format.limits import MAX_VERSION
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.api.api_servers import Serving

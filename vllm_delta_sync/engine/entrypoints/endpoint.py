@@ -10,7 +10,7 @@ from vllm_delta_sync.engine.compat.version_labels import hide_serials
 from vllm_delta_sync.engine.logger import logger, set_format
 from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 
 
 class EndpointPlugin:

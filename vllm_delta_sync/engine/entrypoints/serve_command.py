@@ -15,7 +15,7 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.names import LOAD_FORMAT, WORKER_EXTENSION
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import EngineError, StoreError, UsageError
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.run.model_files import write_files
 from vllm_delta_sync.settings import Settings, environment_name, load_settings
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files

@@ -16,7 +16,7 @@ from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.heartbeats import LEFT, write_heartbeat
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.limits import MAX_HEARTBEAT_PINS, MAX_HEARTBEAT_TEXT
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle
 
 HEARTBEAT_SECONDS = 60
 """Lifetime of a heartbeat, which is renewed after a third of it."""

@@ -13,7 +13,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrderStore
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NoticeError, SignatureError
-from vllm_delta_sync.log_throttle import LogThrottle, without_numbers
+from vllm_delta_sync.logs import LogThrottle, without_numbers
 from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.curve import client_keys
 from vllm_delta_sync.settings import Settings

@@ -37,7 +37,7 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.json_log import about
+from vllm_delta_sync.logs import about
 from vllm_delta_sync.settings import Settings
 
 MAX_REPAIRS = 3

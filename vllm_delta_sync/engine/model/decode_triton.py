@@ -22,14 +22,12 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from vllm_delta_sync.codec.tiles import alphabets, decode_kernels
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
-from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
-from vllm_delta_sync.codec.tiles.grid import Grid
-from vllm_delta_sync.codec.tiles.held_parts import CutTileError
-from vllm_delta_sync.codec.tiles.prefix_code import Decoding
+from vllm_delta_sync.codec.tiles.coder import Decoding, key_limits, magnitude_mask
+from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid
 from vllm_delta_sync.engine.model.commit_triton import WIDTHS
 from vllm_delta_sync.errors import UnsupportedError
-from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.tensors.bits import Rectangle
+from vllm_delta_sync.format.table import DType
+from vllm_delta_sync.tensors.changes import Rectangle
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 MASK_WORDS = 64

@@ -21,8 +21,8 @@ from vllm_delta_sync.engine.model.device_batch import FIXED_COLUMNS, Batch, Batc
 from vllm_delta_sync.engine.model.route import Addresses, Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
-from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import DType
 from vllm_delta_sync.tensors.torch_hash import premix_in_place, write_lanes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 

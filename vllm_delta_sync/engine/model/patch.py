@@ -26,10 +26,9 @@ from vllm_delta_sync.engine.model.route import (
 )
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import FingerprintError
-from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
-from vllm_delta_sync.tensors.bits import Bits, Positions, order_masks
-from vllm_delta_sync.tensors.changes import Full, Sparse
+from vllm_delta_sync.format.table import DType
+from vllm_delta_sync.tensors.changes import Bits, Full, Positions, Sparse, order_masks
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 

@@ -39,7 +39,7 @@ from vllm_delta_sync.engine.model.route import (
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import Bits, apply_distances
+from vllm_delta_sync.tensors.changes import Bits, apply_distances
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES, tensor_from_bits
 
 BATCH_BYTES = 1 << 30

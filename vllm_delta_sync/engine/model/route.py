@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.format.table import DType
+from vllm_delta_sync.tensors.changes import Bits
 
 Indices = npt.NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.manifest import Head, Manifest
-from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.logs import LogThrottle
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short

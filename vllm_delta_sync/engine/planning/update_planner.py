@@ -28,7 +28,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.log_throttle import ONCE, LogThrottle
+from vllm_delta_sync.logs import ONCE, LogThrottle
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
 

@@ -23,8 +23,7 @@ import torch
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.coder import CodedTensor
-from vllm_delta_sync.codec.tiles.grid import extent, grid_of
-from vllm_delta_sync.codec.tiles.held_parts import MOST_RECTANGLES, CutTileError
+from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, CutTileError, extent, grid_of
 from vllm_delta_sync.engine.model.accelerator import ALIGNMENT, Workspace, bytes_of, carve
 from vllm_delta_sync.engine.model.decode_triton import (
     BITS,
@@ -53,10 +52,9 @@ from vllm_delta_sync.engine.model.device_patch import is_on_device
 from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.engine.staging.stage import LiveBaseReader
 from vllm_delta_sync.format.fingerprint import tensor_seed
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import DType, TensorSpec
 
 WORD_BYTES = 24
 """Bytes of scratch memory per word of 32 elements: masks of three classes, and what comes before each."""

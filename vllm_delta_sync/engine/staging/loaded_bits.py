@@ -23,7 +23,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, names_model, resolve_base
 from vllm_delta_sync.trust import Keyring
 

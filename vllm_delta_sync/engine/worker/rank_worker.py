@@ -23,8 +23,8 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader, merge
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply
+from vllm_delta_sync.engine.commit.apply import UndoEntry, UndoLog
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
-from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.draft import Draft
@@ -38,9 +38,8 @@ from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
-from vllm_delta_sync.engine.staging.live_base import cut_tensors
 from vllm_delta_sync.engine.staging.loaded_bits import RunCache, load_time_bits
-from vllm_delta_sync.engine.staging.stage import PhaseTimer, stage_update, store_usage
+from vllm_delta_sync.engine.staging.stage import PhaseTimer, cut_tensors, stage_update, store_usage
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -50,10 +49,9 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.format import fingerprint
-from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.table import DRAFT_PREFIX
+from vllm_delta_sync.format.table import DRAFT_PREFIX, DType
 
 
 class Background:

@@ -41,8 +41,7 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph, contradicted, contradiction
-from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")

@@ -27,7 +27,7 @@ from vllm_delta_sync.format.documents import (
     collection_key,
     collection_of_key,
 )
-from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.run_reader import RunReader
 
 logger = guarded_logger(__name__)
