@@ -85,7 +85,7 @@ def stage_request(world: World) -> protocol.Stage:
 
 def main() -> None:
     # Many short pieces, so that a sleep often comes between two of them.
-    modules: list[Any] = [route_map, live_base, stage]
+    modules: list[Any] = [route_map, stage]
     for module in modules:
         module.READ_ELEMENTS = 64
     chance = random.Random(0)
