@@ -20,7 +20,7 @@ from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
-from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
 from vllm_delta_sync.settings import Settings
 
@@ -266,3 +266,24 @@ def test_process_that_ends_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         subprocess.run([sys.executable, "-c", LEAVING, place.url], check=True, timeout=WAIT)
         (held,) = read_heartbeats(open_run(place.url)).stored
     assert (held.heartbeat.state, held.heartbeat.served) == ("left", 0)
+
+
+def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may have kept what it did not answer."""
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    keeper, stop = HeartbeatWriter(server.receiver, "one"), threading.Event()
+    write, lost = keeper._write, [True]
+
+    def unanswered(*content: Any) -> None:
+        write(*content)
+        if lost:
+            lost.pop()
+            raise StoreError("the connection was closed")
+
+    monkeypatch.setattr(keeper, "_write", unanswered)
+    assert not keeper.write_if_due()
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["idle"]
+    stop.set()
+    keeper.run(stop)
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["left"]

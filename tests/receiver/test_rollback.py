@@ -199,3 +199,29 @@ def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
     world.receiver.release()
     world.receiver.advance()
     world.expect_exact()
+
+
+def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``describe`` is asked for it in every pause: what each patch takes is added up once."""
+    asked = [0]
+    size = StagedPatch.nbytes.fget  # type: ignore[attr-defined]
+
+    def counted(patch: StagedPatch) -> int:
+        asked[0] += 1
+        return int(size(patch))
+
+    monkeypatch.setattr(StagedPatch, "nbytes", property(counted))
+    log = UndoLog()
+    for version in range(1, 101):
+        push(log, version, 3)
+        assert log.nbytes == version * 3 * FINGERPRINT_BYTES
+    for _ in range(40):
+        log.record_step(reverse=True)
+    for _ in range(10):
+        log.record_step(reverse=False)
+    assert log.nbytes == 100 * 3 * FINGERPRINT_BYTES
+    log.trim(50 * 3 * FINGERPRINT_BYTES)
+    assert (len(log.versions), log.nbytes) == (50, 50 * 3 * FINGERPRINT_BYTES)
+    assert asked[0] == 100
+    log.clear()
+    assert log.nbytes == 0

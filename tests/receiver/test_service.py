@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +333,26 @@ def test_weights_that_are_no_version_are_compared_once(site: Site) -> None:
     assert (len(proofs), service.receiver.served_version) == (1, None)
     assert service.request("sync").result(WAIT)["served"]["version"] == 0
     site.world.expect_exact()
+
+
+def test_notice_that_comes_while_an_older_one_is_dropped_is_heard(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would cost a poll interval."""
+    service = site.serve(poll_seconds=3600)
+    service.receiver.advance()
+    old, new = (SimpleNamespace(version=version, manifest="") for version in (0, 1))
+    service._announced = old  # type: ignore[assignment]
+
+    def is_new(notice: Any) -> bool:
+        if notice is old:
+            service._announced = new  # type: ignore[assignment]
+            service._wake.set()
+        return notice is new
+
+    monkeypatch.setattr(service, "_is_new", is_new)
+    waiting = threading.Thread(target=service._wait_for_work, args=(time.monotonic(),), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    ended = not waiting.is_alive()
+    service.stop()
+    waiting.join(WAIT)
+    assert ended
