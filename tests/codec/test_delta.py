@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.architectures import Plain, adamw, train
-from tests.support.fixed_examples import few_by_default
 from tests.support.publishing import assert_versions, published
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
+from tests.support.seeds import few_by_default
 from trainer_side import Publisher
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.delta_reader import decode

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fixed_examples import few_by_default
 from tests.support.merging import merged
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
+from tests.support.seeds import few_by_default
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_kernels
 from vllm_delta_sync.codec.delta_reader import DeltaReader

@@ -32,9 +32,9 @@ from tests.codec.tiling import (
     whole,
 )
 from tests.support import reference_tiles as reference
-from tests.support.fixed_examples import few_by_default
 from tests.support.running import run_python
 from tests.support.samples import CONTEXT, changes_between
+from tests.support.seeds import few_by_default
 from vllm_delta_sync.codec.delta_object import BlockEntries
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode

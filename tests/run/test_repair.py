@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.collecting import MemoryBucket
 from tests.support.damage import Damage, Whole, random_run
-from tests.support.seeds import few
+from tests.support.seeds import few_by_default
 from tests.support.written import SMALL, Written, save_base
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.client import Run
@@ -326,7 +326,7 @@ def test_a_repair_that_is_ended_in_the_middle_is_harmless(stop: int) -> None:
     assert whole.readable() == other.readable()
 
 
-@few(10)
+@few_by_default(10)
 @given(seed=SEEDS, damages=DAMAGES)
 def test_any_damage_is_mended_from_a_mirror(seed: int, damages: list[Damage]) -> None:
     whole = random_run(seed)
@@ -339,7 +339,7 @@ def test_any_damage_is_mended_from_a_mirror(seed: int, damages: list[Damage]) ->
     assert whole.readable() == list(range(len(whole.writer.manifests)))
 
 
-@few(10)
+@few_by_default(10)
 @given(seed=SEEDS, damages=DAMAGES)
 # The newest manifest and HEAD.json are lost.
 @example(seed=17, damages=[Damage(125000, 0, 0), Damage(0, 0, 0)])

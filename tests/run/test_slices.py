@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.running import counted
 from tests.support.samples import changes_between, nudge
-from tests.support.seeds import few
+from tests.support.seeds import few_by_default
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
@@ -135,7 +135,7 @@ def grove(tmp_path: Path) -> Grove:
     return made
 
 
-@few(12)
+@few_by_default(12)
 @given(
     start=st.sampled_from(["anchor", "checkpoint", "branch"]),
     kinds=st.lists(st.sampled_from(["delta", "shards", "raw", "full", "break", "beside", "tiled"]), max_size=9),

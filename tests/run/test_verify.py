@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
-from tests.support.seeds import few
+from tests.support.seeds import few_by_default
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
@@ -362,7 +362,7 @@ def test_what_changes_would_make_of_weights_is_what_they_make(seed: int, share: 
         assert before[tensor] + change == fingerprint_tensor(TABLE[tensor].name, state.bits[tensor])
 
 
-@few(10)
+@few_by_default(10)
 @given(seed=SEEDS, damages=DAMAGES)
 # Nothing that is left contradicts the manifest before a lost one.
 @example(seed=4572, damages=[Damage(11, 1, 106), Damage(12, 0, 0)])
@@ -425,7 +425,7 @@ def _bound(document: side.Claim | side.Tag | side.Anchor | side.MergedDelta) -> 
     return fields
 
 
-@few(10)
+@few_by_default(10)
 @given(seed=SEEDS, place=st.floats(0, 1, exclude_max=True))
 def test_each_bit_of_a_document_beside_the_chain_is_bound_or_is_of_no_consequence(seed: int, place: float) -> None:
     whole = random_run(seed)

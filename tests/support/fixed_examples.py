@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from hypothesis import register_random, settings
+from hypothesis import register_random
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
@@ -48,9 +48,3 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def few_by_default(count: int) -> settings:
-    """So many examples in the profile ``quick``, where each takes long; in other profiles as many as usual."""
-    usual = settings().max_examples
-    return settings(max_examples=count if usual == settings.get_profile("quick").max_examples else usual)

@@ -11,7 +11,7 @@ def seeds(quick: int, full: int) -> list[Any]:
     return [seed if seed < quick else pytest.param(seed, marks=pytest.mark.slow) for seed in range(full)]
 
 
-def few(quick: int) -> settings:
+def few_by_default(quick: int) -> settings:
     """For a property whose examples take long: so many in ``make test``, and all that other profiles draw."""
     usual = settings().max_examples
     return settings(max_examples=quick if usual == settings.get_profile("quick").max_examples else usual)

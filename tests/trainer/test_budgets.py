@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import write_checkpoint
-from tests.support.fixed_examples import few_by_default
 from tests.support.gating import INF, NAN, disturb, odd_tensors
 from tests.support.publishers import FailAt, Hooked, assert_holds, nothing
 from tests.support.publishing import assert_same
+from tests.support.seeds import few_by_default
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import write_checkpoint
-from tests.support.fixed_examples import few_by_default
 from tests.support.gating import INF, NAN, disturb, marks, odd_tensors, refused
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, left_to_the_test, left_unfinished
 from tests.support.publishing import damage
+from tests.support.seeds import few_by_default
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError, UsageError
