@@ -9,7 +9,7 @@ from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
 from trainer_side.diff.pending_delta import SAMPLE_PIECES
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.changes import ROOM
+from vllm_delta_sync.tensors.segments import ROOM
 
 THREAD_BYTES = 10 * 1024 * 1024
 """Scratch memory of a thread that compares: 1.5 MB, and 8 MB for tensors that are strided."""

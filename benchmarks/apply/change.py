@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
-from vllm_delta_sync.tensors.changes import Changes, Sparse, apply_distances, diff
+from vllm_delta_sync.tensors.changes import Changes, Sparse, apply_distances
+from vllm_delta_sync.tensors.segments import diff
 
 ELEMENT = DTYPES["BF16"]
 FARTHEST = 7

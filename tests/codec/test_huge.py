@@ -20,15 +20,8 @@ from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.changes import (
-    BaseTensor,
-    Changes,
-    Segment,
-    Sparse,
-    apply_distances,
-    joined,
-    revert_distances,
-)
+from vllm_delta_sync.tensors.changes import BaseTensor, Changes, Sparse, apply_distances, revert_distances
+from vllm_delta_sync.tensors.segments import Segment, joined
 
 NUMEL = 2**33 + 4096
 EDGES = [2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**33 - 1, 2**33, NUMEL - 1]

@@ -21,7 +21,8 @@ from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, Ru
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
-from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Full, Sparse, diff
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Full, Sparse
+from vllm_delta_sync.tensors.segments import diff
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
 

@@ -22,7 +22,8 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.table import DTYPES as ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Sparse, diff
+from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Sparse
+from vllm_delta_sync.tensors.segments import diff
 
 
 def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> None:

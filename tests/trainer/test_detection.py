@@ -19,8 +19,9 @@ from trainer_side.diff.engine import Detector, SmallTensor
 from trainer_side.diff.reader import boxes, host_bits, nan_pattern
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.tensors import changes as wire_bits
-from vllm_delta_sync.tensors import diff_kernels
-from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, CHUNKS, ROOM, diff
+from vllm_delta_sync.tensors import diff_kernels, segments
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.segments import CHUNKS, ROOM
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 SPECIAL = [0, 1, 0x7F, 0x7F7F, 0x3F80, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF, 0x0080, 0x4000]
@@ -229,10 +230,10 @@ def test_small_tensors_are_compared_in_one_call(dtype: str, share: float) -> Non
         buffers, logs = [HostBuffer(old.copy()) for old in olds], [ChangeLog(element) for _ in olds]
         lives = [tensor_of(dtype, new) for new in news]
         small = [SmallTensor.of(*each) for each in zip(specs, buffers, lives, strict=True)]
-        prints = detector.collect_each([tensor for tensor in small if tensor is not None], logs)
-        for spec, old, new, buffer, log, found in zip(specs, olds, news, buffers, logs, prints, strict=True):
-            wanted = diff(spec.name, element, old.copy(), new)
-            assert Difference.of(log, found) == Difference(wanted[0].tolist(), wanted[1].tolist(), wanted[2])
+        changes = detector.collect_each([tensor for tensor in small if tensor is not None], logs)
+        for spec, old, new, buffer, log, change in zip(specs, olds, news, buffers, logs, changes, strict=True):
+            wanted = segments.diff(spec.name, element, old.copy(), new)
+            assert Difference.of(log, change) == Difference(wanted[0].tolist(), wanted[1].tolist(), wanted[2])
             assert np.array_equal(buffer.bits, new)
             log.revert(buffer)
             assert np.array_equal(buffer.bits, old)

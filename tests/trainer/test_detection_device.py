@@ -21,7 +21,7 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors import changes
+from vllm_delta_sync.tensors import segments
 from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
 
@@ -77,7 +77,7 @@ def test_bits_are_placed_where_they_are_compared() -> None:
 
 WATCHED = (
     "/diff/engine.py", "/diff/device.py", "/diff/compare_torch.py", "/diff/buffers.py", "/diff/reader.py",
-    "/diff/change_log.py", "/tensors/changes.py",
+    "/diff/change_log.py", "/tensors/segments.py",
 )  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def test_interrupt_at_any_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
-    monkeypatch.setattr(changes, "ROOM", CHUNK_ELEMENTS)
-    monkeypatch.setattr(changes, "CHUNKS", 2)
+    monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
+    monkeypatch.setattr(segments, "CHUNKS", 2)
     monkeypatch.setattr(detection_device, "BATCH_ELEMENTS", 200)
     monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)
     # Its rooms are made after what says how large they are.
@@ -170,7 +170,7 @@ def test_interrupt_at_any_line(
 
 def test_interrupt_at_any_line_between_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for one chunk at a time, so that one call of the loop does not get through all of them."""
-    monkeypatch.setattr(changes, "ROOM", CHUNK_ELEMENTS)
+    monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
     monkeypatch.setattr(sys.modules[__name__], "WATCHED", (*WATCHED, "/diff/pending_delta.py"))
     sizes = {"a": 3, "b": 70, "c": CHUNK_ELEMENTS + 5, "d": 1, "e": 500}
     old = {name: torch.randn(size, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}

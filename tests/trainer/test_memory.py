@@ -158,7 +158,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "SHARE", 1 << 30)
     monkeypatch.setattr(memory_limits, "LEAST_BLOCK_ELEMENTS", 64)
     # So that the first few entries of a log are moved.
-    monkeypatch.setattr("vllm_delta_sync.tensors.changes.CHUNKS", 1)
+    monkeypatch.setattr("vllm_delta_sync.tensors.segments.CHUNKS", 1)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from trainer_side.diff.buffers import BaselineBuffer
 from vllm_delta_sync.format.table import DType
 from vllm_delta_sync.logs import guarded_logger
-from vllm_delta_sync.tensors.changes import Bits, Positions, Segment, SegmentArrays
+from vllm_delta_sync.tensors.changes import Bits, Positions
+from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
 
 logger = guarded_logger(__name__)
 

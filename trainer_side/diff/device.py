@@ -42,7 +42,8 @@ from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import boxes
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Segment, SegmentArrays
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
 BATCH_ELEMENTS = 16 * 1024**2

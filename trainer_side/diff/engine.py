@@ -21,7 +21,8 @@ from trainer_side.diff.device_queue import open_queue
 from trainer_side.diff.reader import Box, Reader, split_boxes
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import DType, TensorSpec, TensorTable
-from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Bits, Segment, SegmentArrays, order_masks
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Bits, order_masks
+from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 SMALL_ELEMENTS = 1024**2

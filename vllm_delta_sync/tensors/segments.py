@@ -1,0 +1,164 @@
+"""``diff`` finds changes; a ``Segment`` holds them: per element, its index within a chunk and ULP distance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
+from vllm_delta_sync.format.table import DType
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Bits, Positions, order_masks
+
+Counts = Sequence[int] | npt.NDArray[np.int64]
+
+ROOM = 4 * CHUNK_ELEMENTS
+CHUNKS = 1024
+
+
+class StoredEntries(Protocol):
+    """The entries of arrays, kept elsewhere. Both methods return ``size`` of them from entry ``first`` on."""
+
+    def distances(self, first: int, size: int) -> Bits: ...
+
+    def relative(self, first: int, size: int) -> npt.NDArray[np.uint16]: ...
+
+
+@dataclass
+class SegmentArrays:
+    """Room for the segments of tensors of one element width, one after another. The rest takes no memory until used.
+
+    Attributes:
+        relative: (ROOM,) uint16 index in its chunk. distances: (ROOM,) ULP distances new − old.
+        starts: (CHUNKS,) int64 flat index of the first element of each chunk with changes. ends: (CHUNKS,) int64 end
+            of its entries.
+        state: (3,) int64 counters of the loops in diff_kernels.py: used entries, used chunks, compared elements.
+        stored: instead of ``relative`` and ``distances``, once they have moved.
+    """
+
+    relative: npt.NDArray[np.uint16]
+    distances: Bits
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    state: npt.NDArray[np.int64]
+    stored: StoredEntries | None = None
+
+    @classmethod
+    def empty(cls, element: DType) -> Self:
+        starts, ends = np.empty((2, CHUNKS), np.int64)
+        state = np.zeros(3, np.int64)
+        return cls(np.empty(ROOM, np.uint16), np.empty(ROOM, element.uint), starts, ends, state)
+
+    def as_arguments(
+        self,
+    ) -> tuple[npt.NDArray[np.uint16], Bits, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the arrays in the order in which the loops in diff_kernels.py take them."""
+        return self.relative, self.distances, self.starts, self.ends, self.state
+
+    def move(self, stored: StoredEntries) -> None:
+        """Release the entries, which are also stored elsewhere; nothing may be added any more."""
+        # Set before anything is released, so that an interrupt in between loses nothing.
+        self.stored = stored
+        used = int(self.state[1])
+        self.starts, self.ends = self.starts[:used].copy(), self.ends[:used].copy()
+        self.relative, self.distances = self.relative[:0].copy(), self.distances[:0].copy()
+
+    def distances_from(self, first: int, size: int) -> Bits:
+        """(size,) ULP distances from entry ``first`` on."""
+        if self.stored is not None:
+            return self.stored.distances(first, size)
+        return self.distances[first : first + size]
+
+    def relative_from(self, first: int, size: int) -> npt.NDArray[np.uint16]:
+        """(size,) indices in their chunks, from entry ``first`` on."""
+        if self.stored is None:
+            return self.relative[first : first + size]
+        return self.stored.relative(first, size)
+
+
+class Segment:
+    """Changed elements of some chunks of one tensor, ascending: a range of the arrays.
+
+    Args:
+        start, stop: (entries, chunks) used before it and with it. They may be views that the loops write: the segment
+            then counts the elements that the loops have written so far, even if they were interrupted.
+    """
+
+    def __init__(self, arrays: SegmentArrays, start: Counts, stop: Counts) -> None:
+        self._arrays, self._start, self._stop = arrays, start, stop
+
+    @classmethod
+    def open(cls, arrays: SegmentArrays) -> Self:
+        """Return one that gets all that is added to the arrays until it is closed."""
+        return cls(arrays, arrays.state.tolist(), arrays.state)
+
+    def close(self) -> None:
+        """End it, so that the arrays can take another one."""
+        self._stop = self._arrays.state.tolist()
+
+    @property
+    def size(self) -> int:
+        """Number of changed elements."""
+        return int(self._stop[0]) - int(self._start[0])
+
+    @property
+    def distances(self) -> Bits:
+        """(size,) ULP distances new − old."""
+        return self._arrays.distances_from(int(self._start[0]), self.size)
+
+    def expand(self, positions: Positions) -> None:
+        """Write the flat positions to (size,) int64."""
+        from vllm_delta_sync.tensors import diff_kernels
+
+        arrays, (first, first_chunk) = self._arrays, self._start[:2]
+        chunks = slice(first_chunk, self._stop[1])
+        ends = arrays.ends[chunks] - first
+        diff_kernels.expand(arrays.relative_from(int(first), self.size), arrays.starts[chunks], ends, positions)
+
+
+def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:
+    """Return the positions (n,) and distances (n,) of consecutive segments."""
+    size = sum(segment.size for segment in segments)
+    positions, distances = np.empty(size, np.int64), np.empty(size, element.uint)
+    cursor = 0
+    for segment in segments:
+        end = cursor + segment.size
+        segment.expand(positions[cursor:end])
+        distances[cursor:end] = segment.distances
+        cursor = end
+    return positions, distances
+
+
+def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits, Fingerprint]:
+    """Find the changed elements and update ``old`` to ``new``.
+
+    Args:
+        name: tensor name, for the fingerprint.
+        old: (numel,) baseline, updated in place.
+        new: (numel,) current bits.
+
+    Returns:
+        positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
+
+    Raises:
+        TensorMismatchError: the arrays differ in size, or do not have the dtype's width.
+    """
+    if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
+        raise TensorMismatchError(
+            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; "
+            f"{dtype.uint} expected"
+        )
+    from vllm_delta_sync.tensors import diff_kernels
+
+    masks, seed = order_masks(dtype), np.uint64(tensor_seed(name))
+    segments, change, done = [], Fingerprint(), 0
+    while done < old.size:
+        arrays = SegmentArrays.empty(dtype)
+        arrays.state[2] = done
+        segments.append(Segment.open(arrays))
+        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *arrays.as_arguments())
+        change += Fingerprint(int(low), int(high))
+        done = int(arrays.state[2])
+    return *joined(segments, dtype), change
