@@ -1,4 +1,4 @@
-"""Large objects in the cache of one node: by ranges, gone on with after a crash, and once for all processes."""
+"""Large objects in the cache of one node: by ranges, resumed after a crash, and once for all processes."""
 
 import os
 import threading

@@ -103,7 +103,7 @@ class Grown(RunWriter):
         return Run(self.memory)
 
     def copy(self, folder: Path) -> "Grown":
-        """The run as it is now, to be gone on with in a bucket of its own."""
+        """A copy of the run as it is now, in a bucket of its own, for a test to continue."""
         other = copy(self)
         other.bucket = other.memory = self.memory.copy()
         other.folder, other.random = folder, deepcopy(self.random)

@@ -87,12 +87,12 @@ class Worker:
         theirs.close()
 
     def hear(self) -> Any:
-        """What it says next."""
+        """Return the next object that it sends."""
         assert self.pipe.poll(_HEAR_SECONDS), "it hangs"
         return self.pipe.recv()
 
     def kill(self) -> list[Any]:
-        """Returns what it has said and was not heard."""
+        """Kill it; return what it has sent and nothing has received."""
         self.process.kill()
         self.process.join()
         said = []

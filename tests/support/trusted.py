@@ -57,7 +57,7 @@ class Trusted:
         assert self.receiver.status()["last_error"] is None
 
     def copied(self, keyring: Keyring | None = None, until: int | None = None, seed: int = 99) -> Chain:
-        """The run as it is now, or was at a version, in a folder of its own, to be gone on with otherwise."""
+        """A copy of the run as it is now, or was at a version, in a folder of its own, where it continues otherwise."""
         other = copy.copy(self.chain)
         other.folder = self.root / f"copy-{len(list(self.root.glob('copy-*')))}"
         shutil.copytree(self.folder, other.folder)

@@ -105,7 +105,7 @@ class Written:
             self.publish()
 
     def copied(self, folder: Path) -> "Written":
-        """The run in another folder, to be gone on with there: to write one takes many syncs of the disk."""
+        """A copy of the run in another folder, for a test to continue: writing one takes many syncs of the disk."""
         shutil.copytree(self.folder, folder)
         mine = copy.copy(self)
         mine.folder, mine.bucket, mine.random = folder, open_bucket(folder), copy.deepcopy(self.random)
