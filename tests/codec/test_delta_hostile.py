@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.forge import arrays_of
+from tests.support.reference_tiles import CLASSES, SIZES_AT
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
@@ -176,7 +177,11 @@ TILES: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("count of 2^64 - 1", lambda a: a.update({"@0.counts": u64(3, 2**64 - 1)}), FormatError),
     ("counts shifted", lambda a: a.update({"@0.counts": u64(2, 18)}), FormatError),
     ("tables empty", lambda a: a.update({"@0.tables": u8()}), FormatError),
-    ("codes of nothing", lambda a: a["@0.tables"][1].__setitem__(slice(3, 2523), 0), FormatError),
+    (
+        "codes of nothing",
+        lambda a: a["@0.tables"][1].__setitem__(slice(CLASSES, SIZES_AT), 0),
+        FormatError,
+    ),
     ("streams empty", lambda a: a.update({"@0.streams": u8()}), FormatError),
     ("full of another dtype", lambda a: a.update({"c": ("I32", a["c"][1])}), TensorMismatchError),
     ("full of another shape", lambda a: a.update({"c": ("F32", a["c"][1].reshape(2, 5))}), TensorMismatchError),

@@ -64,7 +64,7 @@ def test_changes_are_found_where_they_are_and_arrive_there(
     # From 0 the distance to a number is the number.
     sparse = Sparse("I8", one, many, positions, distances, codec != "raw")
     # All elements are of the first class.
-    with classes_at([1, 1, 1]):
+    with classes_at([1, 1, 1, 1]):
         written = Changes([sparse], fingerprints={0: change})
         data = encode(written, table, codec, "zstd", CONTEXT, lambda _: BaseTensor(served))
     found = decode(data, table, CONTEXT, lambda _: BaseTensor(served))

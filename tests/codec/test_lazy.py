@@ -143,7 +143,7 @@ def test_backwards_the_changes_lead_back_or_are_refused() -> None:
         with pytest.raises(ChainError, match="does not contain the old bits"):
             DeltaReader(encode(changes, TABLE, codec, "none", CONTEXT), TABLE, CONTEXT, None, True)
     base = state_of(TABLE, old).base_tensor
-    with classes_at([1, 1, 1]):
+    with classes_at([1, 1, 1, 1]):
         data = encode(distances, TABLE, "tiled", "zstd", CONTEXT, base)
     reader = DeltaReader(data, TABLE, CONTEXT, base, True)
     with pytest.raises(UnsupportedError, match="only with the weights of its base version"):

@@ -33,7 +33,7 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, InPlace, Matrix, Rectangle
 
 SHAPES = [(384, 384), (256, 192), (520, 130), (3, 200, 128), (70_001,), (90_000, 1), (520, 65), (4, 30, 40)]
-KEYS = [115, 118, 121]
+KEYS = [115, 118, 119, 121]
 
 
 def mask_of(shape: tuple[int, ...], parts: Sequence[Rectangle]) -> np.ndarray:

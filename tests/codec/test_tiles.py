@@ -39,7 +39,7 @@ from vllm_delta_sync.codec.delta_object import BlockEntries
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder, decode_kernels, encode_kernels
-from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.coder import LargeTensor
 from vllm_delta_sync.codec.tiles.grid import grid_of, shares_of_threads
 from vllm_delta_sync.codec.zstd import Compression
@@ -63,7 +63,7 @@ SHAPES = st.one_of(
     # Several tiles side by side in a band: the last one.
     st.sampled_from([(60_000,), (98_303,), (1, 50_001), (2, 2, 60, 120), (7, 5000), (193, 257), (256, 192)]),
 )
-KEYS_OF_CLASSES = st.lists(st.integers(0, 255), min_size=3, max_size=3).map(sorted)
+KEYS_OF_CLASSES = st.lists(st.integers(0, 255), min_size=CLASSES, max_size=CLASSES).map(sorted)
 CODECS: list[Codec] = ["tiled", "plain"]
 SMALL_ELEMENTS = coder.SMALL_ELEMENTS
 
@@ -168,7 +168,7 @@ def test_every_pattern_on_either_side(dtype: str, codec: Codec) -> None:
         one, other = np.repeat(every, 128), np.tile(every, 128)
     old, new = [np.concatenate([one, other])], [np.concatenate([other, one])]
     table = TensorTable([TensorSpec("t", dtype, (256, old[0].size // 256))])
-    with classes_at([50, 100, 200] if element.itemsize == 2 else [20, 60, 100]):
+    with classes_at([50, 100, 150, 200] if element.itemsize == 2 else [20, 60, 80, 100]):
         data = encoded(table, old, new, codec)
     assert_same(changes_between(table, old, new), decode(data, table, CONTEXT, whole(old)))
 
@@ -178,9 +178,9 @@ def test_the_reader_reads_the_example_of_the_specification() -> None:
     old = [0x3F80, 0x3C00, 0x3F81, 0x3C01, 0xBF80, 0x3C02, 0x3F82, 0xBC03, 0x3F83, 0x3F84, 0x3F85]
     moved, lengths = {0: 3, 1: 1, 5: 1, 7: -1}, np.zeros((TABLES, 2, SYMBOLS), np.uint8)
     assert reference.tiles_of((11,)) == [(0, 1, 0, 11)]
-    lengths[2, 0, [0, 1, 4]] = 2, 2, 1
-    lengths[3, 0, 2] = lengths[3, 1, 3] = 1
-    tables = bytes([0, 0, 0x7C]) + lengths.tobytes() + b"\x07\0\0\0"
+    lengths[3, 0, [0, 1, 4]] = 2, 2, 1
+    lengths[4, 0, 2] = lengths[4, 1, 3] = 1
+    tables = bytes([0, 0, 0, 0x7C]) + lengths.tobytes() + b"\x07\0\0\0"
     table = TensorTable([TensorSpec("t", "BF16", (11,))])
     data = block(table, tables, b"\x0b", [4], "tiled")
     bits = [np.array(old, np.uint16)]
@@ -245,7 +245,7 @@ def test_old_bits_of_large_tensors_are_not_held_at_once(
         made.append(weakref.ref(found))
         return found
 
-    with classes_at([0x20, 0x40, 0x60]):
+    with classes_at([0x20, 0x40, 0x50, 0x60]):
         changes = changes_between(table, old, new)
         data = encode(changes, table, "tiled", "zstd", CONTEXT, lambda tensor: BaseTensor(copy(tensor), part))
         assert held == [0] * 8
@@ -450,7 +450,7 @@ def test_classes_save_bytes_and_no_others_save_more() -> None:
     keys = np.unique(old >> np.uint16(7) & np.uint16(255))
     generator = np.random.default_rng(0)
     for _ in range(40):
-        with classes_at(sorted(generator.choice(keys, 3).tolist())):
+        with classes_at(sorted(generator.choice(keys, CLASSES).tolist())):
             assert chosen < 1.01 * len(encoded(table, [old], [new]))
 
 
@@ -465,7 +465,7 @@ def test_classes_are_chosen_from_the_parts_that_a_rank_holds() -> None:
     for around in (0x0001, 0x7FFF):
         held = np.where(inside.reshape(-1), old, np.uint16(around))
         data = encode(changes, table, "tiled", "none", CONTEXT, lambda _, held=held: BaseTensor(held, (part,)))  # type: ignore[misc]
-        keys.append(list(reference.entries_of(data)[1]["@0.tables"][:3]))
+        keys.append(list(reference.entries_of(data)[1]["@0.tables"][:CLASSES]))
         assert signed(decode(data, table, CONTEXT, whole([old]))) == signed(changes)
     assert keys[0] == keys[1]
     assert keys[0][-1] > 0

@@ -131,5 +131,5 @@ def numbers_of(data: bytes, block: int = 0) -> list[int]:
     tables = entries[f"@{block}.tables"]
     if metadata["compression"] == "zstd":
         tables = zstandard.decompress(tables)
-    planes = np.frombuffer(tables[3 + 2520 :], np.uint8).reshape(4, -1)
+    planes = np.frombuffer(tables[reference.SIZES_AT :], np.uint8).reshape(4, -1)
     return np.ascontiguousarray(planes.T).reshape(-1).view("<u4").tolist()

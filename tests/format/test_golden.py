@@ -38,7 +38,7 @@ WITHOUT_ZSTD = [
     "versions/0000000000.json",
     # The objects of versions 0, 2 and 3.
     "objects/a8aa42e0464777c11b9544b77f0a5e67b05a3ee25ab9f80420ffb03a53811af7.safetensors",
-    "objects/f54dcfde98f475c9bc09b23c750b0b19dcc1c4bd2b756904438438e84c58ca97.safetensors",
+    "objects/b0af48b5b4f7492f41cb8bc821233db58f450f08b8f61b8eedaa1ad0ed3d9cbf.safetensors",
     "objects/642b596f01d46b5e0e0fbede86aef6cdc1dfb926155829c40b092e3fb9d9e7c2.safetensors",
 ]
 

@@ -28,7 +28,8 @@ from tests.security.build import (
     untouched,
 )
 from tests.security.reader import Reader
-from tests.support.forge import forge
+from tests.support import reference_tiles as reference
+from tests.support.forge import forge, parts_of_tables
 from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, entry
 from tests.support.samples import CREATED, RUN, RunWriter, random_bits, ref_of
 from tests.support.written import TABLE, Written
@@ -170,7 +171,7 @@ def huge_run(folder: Path, numel: int, changed: int, count: int, tables: bytes) 
 
 def empty_tables(numel: int) -> bytes:
     """Of a tensor of which no tile changed: a kilobyte that stands for any number of tiles."""
-    return zstandard.ZstdCompressor().compress(bytes(2523 + 4 * grid_of((numel,)).tiles))
+    return zstandard.ZstdCompressor().compress(bytes(reference.SIZES_AT + 4 * grid_of((numel,)).tiles))
 
 
 NO_TILE = empty_tables(2**33)
@@ -210,9 +211,9 @@ def of_stream(symbol: int, bits: int, stream: bytes) -> Change:
 
     def change(arrays: Arrays, metadata: Metadata) -> None:
         tables = arrays["@0.tables"][1]
-        every, numbers = tables[3:2523].reshape(5, 2, 252), tables[2523:].reshape(4, -1)
-        every[:] = 0
-        every[4, 0, symbol] = 1
+        lengths, numbers = parts_of_tables(tables)
+        lengths[:] = 0
+        lengths[reference.PLAIN, 0, symbol] = 1
         number = (1 << 31 | bits).to_bytes(4, "little")
         numbers[:, numbers.any(axis=0)] = np.frombuffer(number, np.uint8)[:, None]
         arrays["@0.streams"] = plain(stream)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.reference_tiles import CLASSES, PLAIN, SIZES_AT, SYMBOLS, TABLES
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
@@ -126,12 +127,17 @@ def _set(name: str, dtype: str, array: np.ndarray) -> Callable[[bytes], bytes]:
     return change
 
 
+def parts_of_tables(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tables, 2, symbols) lengths of codes, and (4, tiles) planes of sizes: views of a block's tables."""
+    return tables[CLASSES:SIZES_AT].reshape(TABLES, 2, SYMBOLS), tables[SIZES_AT:].reshape(4, -1)
+
+
 def _out_of_range(data: bytes) -> bytes:
     """The changed tile has a gap of 2^21, which takes a code of one bit and 19 raw bits."""
     tables = Container(data).bits("@0.tables").copy()
-    lengths, numbers = tables[3:2523].reshape(5, 2, 252), tables[2523:].reshape(4, -1)
+    lengths, numbers = parts_of_tables(tables)
     lengths[:] = 0
-    lengths[4, 0, 249] = 1
+    lengths[PLAIN, 0, 249] = 1
     numbers[0, numbers.any(axis=0)] = 20
     data = _set("@0.tables", "U8", tables)(data)
     return _set("@0.streams", "U8", np.zeros(3, np.uint8))(data)

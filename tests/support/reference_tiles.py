@@ -17,7 +17,9 @@ LARGEST, LEAST = 49_152, 16_384
 """*T* and *L*."""
 LISTS = ((16, 8, 6, 4, 3, 2), (8, 6, 4, 3, 2), (4, 3, 2), (3,))
 LISTS_OF_ROWS = ((4, 3, 2), (3, 2), (2,))
-CLASSES, OTHERS, PLAIN, TABLES, SYMBOLS, LONGEST = 3, 3, 4, 5, 252, 11
+CLASSES, OTHERS, PLAIN, TABLES, SYMBOLS, LONGEST = 4, 4, 5, 6, 252, 11
+SIZES_AT = CLASSES + TABLES * 2 * SYMBOLS
+"""Where the sizes of streams begin in a block's tables, behind keys and lengths of codes."""
 WIDTHS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I64": 64, "U64": 64,
     "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8,
@@ -260,7 +262,7 @@ class Tensor(NamedTuple):
 def read_block(tables: bytes, streams: bytes, tensors: Sequence[Tensor], dtype: str, plain: bool) -> list[Changed]:
     """What changed in each tensor. ``tables``: not compressed. ``plain``: whether the codec is ``plain``."""
     grids = [tiles_of(tensor.shape) for tensor in tensors]
-    total, at = sum(map(len, grids)), CLASSES + TABLES * 2 * SYMBOLS
+    total, at = sum(map(len, grids)), SIZES_AT
     if len(tables) != at + 4 * total:
         raise Malformed("tables of another size than the tiles need")
     keys = list(tables[:CLASSES])

@@ -21,7 +21,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import DeltaReader, TilesReader
 from vllm_delta_sync.codec.tiles import decode_kernels
-from vllm_delta_sync.codec.tiles.alphabets import SYMBOLS, TABLES
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, SYMBOLS, TABLES
 from vllm_delta_sync.codec.tiles.coder import Decoding, decoding, key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, grid_of
 from vllm_delta_sync.engine.model import decode_triton
@@ -240,7 +240,7 @@ def everywhere(sample: Sample) -> Rectangle:
 def check_encoded() -> None:
     """Blocks of the encoder, of each dtype and layout, with classes at several keys."""
     layouts = ("by rows", "by columns", "among others", "upside down")
-    thresholds = [(0, 0, 0), (115, 118, 121), (0, 100, 255), (90, 90, 120), (255, 255, 255)]
+    thresholds = [(0, 0, 0, 0), (115, 118, 119, 121), (0, 0, 100, 255), (90, 90, 120, 120), (255, 255, 255, 255)]
     for number, dtype in enumerate(DTYPES_HERE):
         shapes = EDGES if number == 0 else EDGES[number % 3 :: 3]
         coded = [
@@ -249,14 +249,14 @@ def check_encoded() -> None:
             for sample in encoded_samples(shapes[seed % 2 :: 2] if number == 0 else shapes, dtype, keys, seed)
         ]
         samples = [placed(sample, [everywhere(sample)], layouts[place % 4]) for place, sample in enumerate(coded)]
-        samples += encoded_samples(shapes[::2], dtype, (0, 0, 0), 7, "plain")
+        samples += encoded_samples(shapes[::2], dtype, (0, 0, 0, 0), 7, "plain")
         assert check(samples, narrow=number % 2 == 0).keys() == {0}
 
 
 def check_parts() -> None:
     """Ranks that hold some tiles, in several pieces, and a plain tile that a rank holds only a part of."""
     shape = (384, 390)
-    (sample,) = encoded_samples([(shape, 0.002)], "BF16", (115, 118, 121), 3)
+    (sample,) = encoded_samples([(shape, 0.002)], "BF16", (115, 118, 119, 121), 3)
     rows, columns = sample.grid.row_edges.tolist(), sample.grid.columns
     parts: list[list[Rectangle]] = [
         [(0, rows[1], 0, columns)],
@@ -312,7 +312,7 @@ def damaged(sample: Sample, generator: np.random.Generator) -> Sample:
         for _ in range(4):
             streams[generator.integers(0, streams.size)] ^= np.uint8(1 << generator.integers(0, 8))
     elif kind == 4:
-        thresholds = np.sort(generator.integers(0, 256, 3)).astype(np.uint8)
+        thresholds = np.sort(generator.integers(0, 256, CLASSES)).astype(np.uint8)
     elif kind == 5:
         sizes, plain = generator.permutation(sizes), generator.random(tiles) < 0.5
     ends = np.cumsum(sizes)
@@ -333,7 +333,7 @@ def check_damaged() -> None:
         generator = np.random.default_rng(seed)
         good = [
             placed(sample, [everywhere(sample)], "by rows")
-            for keys in ((100, 115, 121), (0, 0, 100), (40, 90, 140))
+            for keys in ((100, 115, 118, 121), (0, 0, 0, 100), (40, 90, 110, 140))
             for sample in encoded_samples(shapes, dtype, keys, seed)
         ]
         said += check([damaged(sample, generator) for sample in good], lacking=None)
@@ -350,7 +350,7 @@ def one_change(dtype: str, numel: int, gap: int, zigzag: int, length: int) -> Sa
     grid, element = grid_of((numel,)), DTYPES[dtype]
     assert grid.tiles == 1
     sample = Sample(
-        element, grid, decoding(lengths), np.full(3, 255, np.uint8), np.zeros(1, np.bool_), np.zeros(1, np.int64),
+        element, grid, decoding(lengths), np.full(CLASSES, 255, np.uint8), np.zeros(1, np.bool_), np.zeros(1, np.int64),
         np.array([len(stream)]), np.packbits(np.array([int(bit) for bit in stream], np.uint8), bitorder="little"),
         np.zeros(numel, element.uint),
     )  # fmt: skip
@@ -379,7 +379,7 @@ def check_most_changes() -> None:
 
 def check_room() -> None:
     """Changes that do not fit are not written, and no others are harmed."""
-    samples = encoded_samples([((200,), 0.5), ((96,), 1.0), ((7,), 1.0)], "BF16", (0, 0, 0), 0, "plain")
+    samples = encoded_samples([((200,), 0.5), ((96,), 1.0), ((7,), 1.0)], "BF16", (0, 0, 0, 0), 0, "plain")
     for lacking in (1, 7, 8, 60, 150):
         said = check(samples, lacking=lacking)
         assert said[TOO_MANY] > 0
@@ -387,7 +387,7 @@ def check_room() -> None:
 
 
 def check_refusals() -> None:
-    (sample,) = encoded_samples([((200,), 0.5)], "BF16", (0, 0, 0), 0, "plain")
+    (sample,) = encoded_samples([((200,), 0.5)], "BF16", (0, 0, 0, 0), 0, "plain")
     described = sample.grid, sample.element, 0, sample.plain, sample.starts, sample.sizes, None
     _, fields, shared = tile_fields(*described)
     parts = (fields, shared), [sample.tables], [sample.thresholds]

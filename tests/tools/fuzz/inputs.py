@@ -35,7 +35,7 @@ TABLE = TensorTable(
     ]
 )
 LARGE_ELEMENTS = 10_000
-KEYS = np.array([58, 117, 120], np.uint8)
+KEYS = np.array([58, 117, 118, 120], np.uint8)
 """Where the classes of tiles end; for each dtype, some elements are in a class and some in none."""
 SECONDS = 20
 """An input that takes longer hangs."""

@@ -8,7 +8,7 @@ SYMBOLS = 252
 """Of either alphabet: 84 tokens of gaps, each with KINDS kinds; or the tokens of 64-bit values."""
 GAP_TOKENS = SYMBOLS // KINDS
 
-CLASSES = 3
+CLASSES = 4
 """Classes of a tile, besides the elements of none. More would save bytes, and cost the time of another comparison of
 each element on both sides."""
 OTHERS = CLASSES

@@ -222,9 +222,10 @@ def gaps_of_bands(
                     slot, place = slots[number], column - lefts[number]
                     bit, word = place & LOW6, np.uint64(row) * widths[number] + (place >> S6)
                     # By arithmetic alone: the class is unpredictable, and of a choice LLVM would make a branch.
-                    middle, high = (masks[slot, ONE, word] >> bit) & ONE, (masks[slot, TWO, word] >> bit) & ONE
-                    owner = middle + TWO * high
-                    none = ONE ^ middle ^ high ^ ((masks[slot, ZERO, word] >> bit) & ONE)
+                    is1, is2 = (masks[slot, ONE, word] >> bit) & ONE, (masks[slot, TWO, word] >> bit) & ONE
+                    is3 = (masks[slot, THREE, word] >> bit) & ONE
+                    owner = is1 + TWO * is2 + THREE * is3
+                    none = ONE ^ is1 ^ is2 ^ is3 ^ ((masks[slot, ZERO, word] >> bit) & ONE)
                     earlier = masks[slot, owner, word] & ((ONE << bit) - ONE)
                     rank = np.uint64(before[slot, owner, word]) + ones(earlier)
                     among_all = np.uint64(row) * lengths[number] + place
@@ -255,7 +256,8 @@ def gaps_of_bands(
 @_compile
 def _class_of(magnitude, limits):
     """Return the class of an element, CLASSES for none."""
-    return np.uint8(magnitude >= limits[0]) + np.uint8(magnitude >= limits[1]) + np.uint8(magnitude >= limits[2])
+    passed01 = np.uint8(magnitude >= limits[0]) + np.uint8(magnitude >= limits[1])
+    return passed01 + np.uint8(magnitude >= limits[2]) + np.uint8(magnitude >= limits[3])
 
 
 @_compile

@@ -124,7 +124,7 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
         masks: (tiles, CLASSES, words or more) uint64 output. before: (tiles, CLASSES, words + 1 + LANES or more) uint32
             output: elements of each class before each word, then all of them, then the largest number LANES times.
     """
-    low, middle, high = limits[0], limits[1], limits[2]
+    limit0, limit1, limit2, limit3 = limits[0], limits[1], limits[2], limits[3]
     tiles = edges.shape[0]
     counts = np.zeros((tiles, CLASSES), np.uint32)
     one_row = bottom - top == 1
@@ -134,7 +134,6 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
         for tile in range(tiles):
             left, right = edges[tile, 0], edges[tile, 1]
             across = words_of(right - left)
-            tail = ~ZERO >> np.uint64((64 - (right - left) % 64) % 64)
             slot, place = np.uint64(tile), np.uint64((row - top) * across)
             origin = start + row * stride + left
             ahead = origin + (AHEAD_ELEMENTS if one_row else AHEAD_ROWS * stride)
@@ -146,22 +145,29 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
                     bits, origin, right - left, limits, magnitudes, masks[slot], before[slot], place, counts[slot]
                 )
                 continue
-            first, second, third = counts[slot, ZERO], counts[slot, ONE], counts[slot, TWO]
+            # A variable for each class, since numba keeps no array in registers.
+            count0, count1, count2, count3 = counts[slot, 0], counts[slot, 1], counts[slot, 2], counts[slot, 3]
             for number in range(across):
-                before[slot, ZERO, place], before[slot, ONE, place], before[slot, TWO, place] = first, second, third
+                before[slot, ZERO, place], before[slot, ONE, place] = count0, count1
+                before[slot, TWO, place], before[slot, THREE, place] = count2, count3
                 i = np.uint64(origin + 64 * number)
-                valid = tail if number == across - 1 else ~ZERO
-                below_low = below(bits, i, low, magnitudes) & valid
-                below_middle = below(bits, i, middle, magnitudes) & valid
-                below_high = below(bits, i, high, magnitudes) & valid
-                masks[slot, ZERO, place] = below_low
-                masks[slot, ONE, place] = below_middle & ~below_low
-                masks[slot, TWO, place] = below_high & ~below_middle
-                first += np.uint32(ones(below_low))
-                second += np.uint32(ones(below_middle & ~below_low))
-                third += np.uint32(ones(below_high & ~below_middle))
+                mask0 = below(bits, i, limit0, magnitudes)
+                below1, below2 = below(bits, i, limit1, magnitudes), below(bits, i, limit2, magnitudes)
+                mask1, mask2 = below1 & ~mask0, below2 & ~below1
+                mask3 = below(bits, i, limit3, magnitudes) & ~below2
+                masks[slot, ZERO, place], masks[slot, ONE, place] = mask0, mask1
+                masks[slot, TWO, place], masks[slot, THREE, place] = mask2, mask3
+                count0 += np.uint32(ones(mask0))
+                count1 += np.uint32(ones(mask1))
+                count2 += np.uint32(ones(mask2))
+                count3 += np.uint32(ones(mask3))
                 place += ONE
-            counts[slot, ZERO], counts[slot, ONE], counts[slot, TWO] = first, second, third
+            counts[slot, 0], counts[slot, 1], counts[slot, 2], counts[slot, 3] = count0, count1, count2, count3
+            if (right - left) % 64:
+                for kind in range(CLASSES):
+                    beyond = masks[slot, kind, place - ONE] & (~ZERO << np.uint64((right - left) % 64))
+                    masks[slot, kind, place - ONE] ^= beyond
+                    counts[slot, kind] -= np.uint32(ones(beyond))
     for tile in range(tiles):
         words = (bottom - top) * words_of(edges[tile, 1] - edges[tile, 0])
         before[tile, :, words] = counts[tile]

@@ -144,13 +144,15 @@ def mask_kernel(
     bits += _field(fields, count, TOP, tile).to(tl.int64) * row_step
     bits += _field(fields, count, LEFT, tile).to(tl.int64) * column_step
     limits += _CLASSES * _of_part(fields, count, parts, BLOCK, tile)
-    low = tl.load(limits).to(tl.uint32, bitcast=True)
-    middle = tl.load(limits + 1).to(tl.uint32, bitcast=True)
-    high = tl.load(limits + 2).to(tl.uint32, bitcast=True)
+    limit0 = tl.load(limits).to(tl.uint32, bitcast=True)
+    limit1 = tl.load(limits + 1).to(tl.uint32, bitcast=True)
+    limit2 = tl.load(limits + 2).to(tl.uint32, bitcast=True)
+    limit3 = tl.load(limits + 3).to(tl.uint32, bitcast=True)
     place = tl.arange(0, 32)[None, :]
     value = tl.full([1, 32], 1, tl.uint32) << place.to(tl.uint32)
-    # Of all classes in one number, 20 bits each: a tile has fewer than 2^17 elements.
-    passed = tl.full([], 0, tl.int64)
+    # Of two classes in one number, 32 bits each.
+    passed01 = tl.full([], 0, tl.int64)
+    passed23 = tl.full([], 0, tl.int64)
     for start in range(0, words, SIZE):
         word = start + tl.arange(0, SIZE)
         inside = word < words
@@ -160,24 +162,31 @@ def mask_kernel(
         index = row.to(tl.int64)[:, None] * row_step + column.to(tl.int64) * column_step
         # A signed integer is extended by its sign, which the mask takes away.
         magnitude = tl.load(bits + index, mask=valid, other=0).to(tl.uint32) & MAGNITUDE
-        below_low = tl.sum(tl.where(valid & (magnitude < low), value, 0), 1)
-        below_middle = tl.sum(tl.where(valid & (magnitude < middle), value, 0), 1)
-        below_high = tl.sum(tl.where(valid & (magnitude < high), value, 0), 1)
-        below_high &= ~below_middle
-        below_middle &= ~below_low
-        tl.store(masks + word, below_low.to(tl.int32, bitcast=True), mask=inside)
-        tl.store(masks + words + word, below_middle.to(tl.int32, bitcast=True), mask=inside)
-        tl.store(masks + 2 * words + word, below_high.to(tl.int32, bitcast=True), mask=inside)
-        ones = _ones(below_low) | (_ones(below_middle) << 20) | (_ones(below_high) << 40)
-        counts = passed + tl.cumsum(ones, 0) - ones
-        tl.store(before + word, (counts & 0xFFFFF).to(tl.int32), mask=inside)
-        tl.store(before + words + word, ((counts >> 20) & 0xFFFFF).to(tl.int32), mask=inside)
-        tl.store(before + 2 * words + word, (counts >> 40).to(tl.int32), mask=inside)
-        passed += tl.sum(ones, 0)
+        mask0 = tl.sum(tl.where(valid & (magnitude < limit0), value, 0), 1)
+        below1 = tl.sum(tl.where(valid & (magnitude < limit1), value, 0), 1)
+        below2 = tl.sum(tl.where(valid & (magnitude < limit2), value, 0), 1)
+        below3 = tl.sum(tl.where(valid & (magnitude < limit3), value, 0), 1)
+        mask1, mask2, mask3 = below1 & ~mask0, below2 & ~below1, below3 & ~below2
+        tl.store(masks + word, mask0.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(masks + words + word, mask1.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(masks + 2 * words + word, mask2.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(masks + 3 * words + word, mask3.to(tl.int32, bitcast=True), mask=inside)
+        ones01 = _ones(mask0) | (_ones(mask1) << 32)
+        ones23 = _ones(mask2) | (_ones(mask3) << 32)
+        counts01 = passed01 + tl.cumsum(ones01, 0) - ones01
+        counts23 = passed23 + tl.cumsum(ones23, 0) - ones23
+        # The lower half of a number is what remains in 32 bits.
+        tl.store(before + word, counts01.to(tl.int32), mask=inside)
+        tl.store(before + words + word, (counts01 >> 32).to(tl.int32), mask=inside)
+        tl.store(before + 2 * words + word, counts23.to(tl.int32), mask=inside)
+        tl.store(before + 3 * words + word, (counts23 >> 32).to(tl.int32), mask=inside)
+        passed01 += tl.sum(ones01, 0)
+        passed23 += tl.sum(ones23, 0)
     members += _CLASSES * tile
-    tl.store(members, (passed & 0xFFFFF).to(tl.int32))
-    tl.store(members + 1, ((passed >> 20) & 0xFFFFF).to(tl.int32))
-    tl.store(members + 2, (passed >> 40).to(tl.int32))
+    tl.store(members, passed01.to(tl.int32))
+    tl.store(members + 1, (passed01 >> 32).to(tl.int32))
+    tl.store(members + 2, passed23.to(tl.int32))
+    tl.store(members + 3, (passed23 >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -200,11 +209,12 @@ def stream_kernel(
     inside = tile < count
     plain = _field(fields, count, PART, tile) % 2 != 0
     # Where the elements of each class end among all ranks; nowhere in a plain tile.
-    first_end = tl.load(members + _CLASSES * tile, mask=inside, other=0)
-    second_end = first_end + tl.load(members + _CLASSES * tile + 1, mask=inside, other=0)
-    third_end = second_end + tl.load(members + _CLASSES * tile + 2, mask=inside, other=0)
+    end0 = tl.load(members + _CLASSES * tile, mask=inside, other=0)
+    end1 = end0 + tl.load(members + _CLASSES * tile + 1, mask=inside, other=0)
+    end2 = end1 + tl.load(members + _CLASSES * tile + 2, mask=inside, other=0)
+    end3 = end2 + tl.load(members + _CLASSES * tile + 3, mask=inside, other=0)
     size = _field(fields, count, HEIGHT, tile) * _field(fields, count, WIDTH, tile)
-    elements = third_end + size
+    elements = end3 + size
     tables += _BLOCK_ENTRIES * _of_part(fields, count, parts, BLOCK, tile)
     ranks += _field(fields, count, ROOM, tile)
     steps += _field(fields, count, ROOM, tile)
@@ -217,8 +227,8 @@ def stream_kernel(
     while tl.max(active.to(tl.int32), 0) > 0:
         error = tl.where(active & ((following >= elements) | (done >= size)), _OUTSIDE, error)
         active &= error == 0
-        table = tl.where(following < first_end, 0, tl.where(following < second_end, 1, 2))
-        table = tl.where(following < third_end, table, tl.where(plain, _PLAIN_TABLE, _OTHERS))
+        table = (following >= end0).to(tl.int32) + (following >= end1).to(tl.int32) + (following >= end2).to(tl.int32)
+        table = tl.where(following < end3, table, tl.where(plain, _PLAIN_TABLE, _OTHERS))
         entries = tables + table * (2 * _ENTRIES)
         ahead = _window(streams, place, active)
         entry = tl.load(entries + (ahead & (_ENTRIES - 1)).to(tl.int32), mask=active, other=0).to(tl.int32) & 0xFFFF
@@ -319,22 +329,25 @@ def place_kernel(
                 masks += first_word
                 before += first_word
                 # Of each class and of the others: the first rank, and the first change.
-                second = tl.load(members + _CLASSES * tile)
-                third = second + tl.load(members + _CLASSES * tile + 1)
-                others = third + tl.load(members + _CLASSES * tile + 2)
-                from_second = _first_from(ranks, 0, changes, second)
-                from_third = _first_from(ranks, from_second, changes, third)
-                from_others = _first_from(ranks, from_third, changes, others)
-                bases = (0, second, third)
-                begins = (0, from_second, from_third, from_others)
+                base1 = tl.load(members + _CLASSES * tile)
+                base2 = base1 + tl.load(members + _CLASSES * tile + 1)
+                base3 = base2 + tl.load(members + _CLASSES * tile + 2)
+                others = base3 + tl.load(members + _CLASSES * tile + 3)
+                from1 = _first_from(ranks, 0, changes, base1)
+                from2 = _first_from(ranks, from1, changes, base2)
+                from3 = _first_from(ranks, from2, changes, base3)
+                from_others = _first_from(ranks, from3, changes, others)
+                bases = (0, base1, base2, base3)
+                begins = (0, from1, from2, from3, from_others)
                 twice = tl.zeros([SIZE], tl.int32)
                 for start in range(0, changes, SIZE):
                     index = start + tl.arange(0, SIZE)
                     inside = index < changes
                     rank = tl.load(ranks + index, mask=inside, other=0)
                     classed = rank < others
-                    kind = tl.where(rank < second, 0, tl.where(rank < third, 1, 2))
-                    base = tl.where(rank < second, 0, tl.where(rank < third, second, third))
+                    kind = (rank >= base1).to(tl.int32) + (rank >= base2).to(tl.int32) + (rank >= base3).to(tl.int32)
+                    base = tl.where(rank < base2, base1, tl.where(rank < base3, base2, base3))
+                    base = tl.where(rank < base1, 0, base)
                     own = rank - tl.where(classed, base, others)
                     classed &= inside
                     # The last word that no more elements of the class come before has this one.

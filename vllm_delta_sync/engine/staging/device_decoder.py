@@ -56,8 +56,8 @@ from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.format.fingerprint import tensor_seed
 from vllm_delta_sync.format.table import DType, TensorSpec
 
-WORD_BYTES = 24
-"""Bytes of scratch memory per word of 32 elements: masks of three classes, and what comes before each."""
+WORD_BYTES = 8 * CLASSES
+"""Bytes of scratch memory per word of 32 elements: the masks of all classes, and what comes before each."""
 TORCH_INDEX = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 TILE_BYTES = 128
 """Bytes per tile, at most: its fields and those of its part, members, counts."""
