@@ -1,6 +1,6 @@
 """How wide merged deltas should be: what they take to write and to read, from sizes alone: ``widths``."""
 
-from benchmarks.common.formats import Own, find_changes, flats, merged, table_of
+from benchmarks.common.formats import Own, baseline_of, find_changes, flats, merged, table_of
 from benchmarks.common.rows import Row, row
 from benchmarks.common.training_data import Sequence
 
@@ -33,7 +33,7 @@ def widths(bench: str, data: str, sequence: Sequence) -> list[Row]:
         data: the case of the versions.
     """
     table, codec = table_of(sequence.base), Own("plain")
-    baseline = [bits.copy() for bits in flats(sequence.base)]
+    baseline = baseline_of(sequence.base)
     parts = [find_changes(baseline, flats(version), table) for version in sequence.versions()]
     head = len(parts)
     needed = {pair for width in WIDTHS for pair in ranges(width, head)} | {(at, at + 1) for at in range(head)}

@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.formats import find_changes, flats, table_of
+from benchmarks.common.formats import baseline_of, find_changes, flats, table_of
 from benchmarks.common.training_data import Pair, Weights
 
 MANTISSA_BITS, EXPONENT_BIAS = 7, 127
@@ -67,7 +67,7 @@ def tally(pair: Pair) -> Tally:
 
 def _distances(old: Weights, new: Weights) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]]:
     """Tensor → positions of changed elements, and new − old in units in the last place."""
-    changes = find_changes([bits.copy() for bits in flats(old)], flats(new), table_of(old))
+    changes = find_changes(baseline_of(old), flats(new), table_of(old))
     return {
         tensor: (positions, data.view(np.int16))
         for group in changes.sparse

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.common.formats import Own, find_changes, flats, merged, merged_objects, table_of
+from benchmarks.common.formats import Own, baseline_of, find_changes, flats, merged, merged_objects, table_of
 from benchmarks.common.rows import Row, best_seconds, row
 from benchmarks.common.training_data import Sequence, Weights
 from vllm_delta_sync.tensors.changes import Changes
@@ -25,7 +25,7 @@ def merging(bench: str, data: str, sequence: Sequence, codecs: list[Own]) -> lis
     """
     table = table_of(sequence.base)
     codecs = [codec for codec in codecs if codec.name != "raw"]
-    baseline = [bits.copy() for bits in flats(sequence.base)]
+    baseline = baseline_of(sequence.base)
     parts: list[Changes] = []
     single = {codec.name: [0] for codec in codecs}
     before = sequence.base

@@ -101,17 +101,21 @@ def table_of(weights: Weights) -> TensorTable:
     return TensorTable([TensorSpec(name, DTYPE, bits.shape) for name, bits in weights.items()])
 
 
-def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, relative: bool = True) -> Changes:
+def baseline_of(weights: Weights) -> list[HostBuffer]:
+    """A copy in the form in which a publisher keeps its baseline."""
+    return [HostBuffer(bits.copy()) for bits in flats(weights)]
+
+
+def find_changes(baseline: list[HostBuffer], new: list[Bits], table: TensorTable, relative: bool = True) -> Changes:
     """Compare flat tensors and bring ``baseline`` up to ``new``, with a publisher's parts."""
     detector, logs, fingerprints = Detector(), {}, {}
     batches = [SmallTensors()]
     for tensor, spec in enumerate(table):
         live = torch.from_numpy(new[tensor].view(np.int16)).view(torch.bfloat16).view(spec.shape)
-        buffer = HostBuffer(baseline[tensor])
-        small = SmallTensor.of(spec, buffer, live)
+        small = SmallTensor.of(spec, baseline[tensor], live)
         if small is None:
             logs[tensor] = ChangeLog(spec.element)
-            fingerprints[tensor] = detector.collect(spec, buffer, live, logs[tensor])
+            fingerprints[tensor] = detector.collect(spec, baseline[tensor], live, logs[tensor])
             continue
         if not batches[-1].takes(small):
             batches.append(SmallTensors())
@@ -166,13 +170,13 @@ class Own(Format):
         self.name = codec if compression == "zstd" or codec == "raw" else f"{codec}, {compression}"
         self.name += f", {threads} threads" if threads > 1 else ""
         self._codec, self._compression, self._threads = codec, compression, threads
-        self._baseline: list[Bits] = []
+        self._baseline: list[HostBuffer] = []
 
     def begin(self, old: Weights) -> None:
         if not self._baseline:
-            self._baseline = [bits.copy() for bits in flats(old)]
+            self._baseline = baseline_of(old)
         for held, bits in zip(self._baseline, flats(old), strict=True):
-            np.copyto(held, bits)
+            held.write(bits)
 
     def compare(self, new: Weights, table: TensorTable) -> Changes:
         """The first half of ``encode``."""
@@ -186,7 +190,7 @@ class Own(Format):
         """Compare and write as a publisher does, whose baseline has the changes by then."""
         table = table_of(old)
         changes = self.compare(new, table)
-        return self._write(changes, table, lambda tensor: BaseTensor(self._baseline[tensor], after=True))
+        return self._write(changes, table, lambda tensor: BaseTensor(self._baseline[tensor].bits, after=True))
 
     def _write(self, changes: Changes, table: TensorTable, old: BaseLookup) -> bytes:
         compression: Compression = "none" if self._codec == "raw" else self._compression
