@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
 from trainer_side.model.live_tensors import (
@@ -353,6 +353,23 @@ def _refuse_unpublishable(model: nn.Module, merges_adapters: bool) -> None:
             raise ModelError(
                 f"module {name or type(module).__name__!r} was loaded quantized; load it with its "
                 "full-precision weights to publish it"
+            )
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        _refuse_unnamed_parts(model)
+
+
+def _refuse_unnamed_parts(model: nn.Module) -> None:
+    """Refuse parameters that are parts of tensors and do not say which: each rank would take its part for the whole."""
+    for name, parameter in model.named_parameters():
+        # As DeepSpeed and Megatron-core mark them. DeepSpeed also marks experts that all ranks hold, in groups of one.
+        kind = "tensor" if getattr(parameter, "tensor_model_parallel", False) else None
+        if getattr(parameter, "allreduce", True) is False and getattr(parameter, "group_name", "") != "ep_size_1":
+            kind = "expert"
+        if kind is not None:
+            raise ModelError(
+                f"parameter {name!r} is this rank's part of a tensor, by {kind} parallelism, and does not say which "
+                "part; give parts= on every rank, or publish from one rank a function that yields (checkpoint name, "
+                "whole tensor) (docs/sharded.md)"
             )
 
 

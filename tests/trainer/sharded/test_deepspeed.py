@@ -16,6 +16,7 @@ from trainer_side import Publisher
 from trainer_side.model.sources import live_tensors
 from trainer_side.ranks.shard_parts import needs_ranks
 from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.tensors.torch_sharding import is_sharded
 
 
@@ -108,6 +109,32 @@ def test_engines_publish_their_partitions(size: int, cases: list[list[Any]], nur
         run = open_run(str(tmp_path / f"{stage} {name}"))
         assert run.verify().head == 4
         assert {ref.rank for ref in run.manifest(4).objects} == (set(range(size)) if stage == 3 else {0})
+
+
+def publish_pieces(rank: int, size: int, folder: str, name: str, kind: dict[str, Any]) -> str:
+    """An engine whose ranks hold different weights under equal names and shapes → how it is refused."""
+    deepspeed, model = prepare(), built(name)
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+    settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": 1}, **kind}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    with pytest.raises(ModelError) as refused:
+        Publisher(engine, folder)
+    return refused.value.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "found"),
+    [
+        ("qwen3", {"tensor_parallel": {"autotp_size": 2}}, "q_proj.weight' is this rank's part of a tensor, by tensor"),
+        ("qwen3 moe", {"expert_parallel": {"enabled": True, "autoep_size": 2}}, "experts.w1' is this rank's part of"),
+    ],
+)
+def test_pieces_that_do_not_say_which_are_refused(
+    name: str, kind: dict[str, Any], found: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    said = nursery.run(2, publish_pieces, folder=str(tmp_path), name=name, kind=kind)
+    assert all(found in message for message in said)
 
 
 ZERO = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
