@@ -29,7 +29,7 @@ from trainer_side.ranks.group import (
     error_document,
     error_from_rank,
 )
-from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
+from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_models
 from trainer_side.ranks.shard_parts import ModuleParts, RankParts, boxes_document, check_coverage
 from trainer_side.run_weights import prepare
 from vllm_delta_sync.bucket import Bucket
@@ -113,6 +113,7 @@ class RankCoordinator:
             prepare(baseline.parts, baseline.whole, self._options)
             baseline.scan()
             return {
+                "model": self.live.digest,
                 "tensors": baseline.whole.digest,
                 "boxes": boxes_document(baseline.boxes),
                 "difference": baseline.parts.first_difference,
@@ -120,7 +121,7 @@ class RankCoordinator:
             }
 
         def judge(reports: list[Json]) -> None:
-            check_same_tables(reports)
+            check_same_models(reports)
             check_coverage(self.table, [item["boxes"] for item in reports], self.live.remedy)
 
         reports = self._group.all_or_raise("weights", work, judge)
@@ -199,11 +200,13 @@ class RankCoordinator:
                 )
             baseline = self._baseline = ShardBaseline.parts_of_run(self.live, self.run, self._group.rank)
             prepare(baseline.parts, baseline.whole, self._options)
-            return boxes_document(baseline.boxes)
+            return {"model": self.live.digest, "boxes": boxes_document(baseline.boxes)}
 
-        self._group.all_or_raise(
-            "parts", work, lambda reports: check_coverage(self.run.table, reports, self.live.remedy)
-        )
+        def judge(reports: list[Json]) -> None:
+            check_same_models(reports)
+            check_coverage(self.run.table, [item["boxes"] for item in reports], self.live.remedy)
+
+        self._group.all_or_raise("parts", work, judge)
 
     def check_base(self) -> None:
         self._command("check_base")

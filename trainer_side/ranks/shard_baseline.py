@@ -223,11 +223,23 @@ def _merged(parts: Sequence[_PartChanges]) -> Iterator[tuple[Positions, Bits]]:
     yield positions[order], np.concatenate([data for _, data in pieces])[order]
 
 
-def check_same_tables(reports: Sequence[Mapping[str, object]]) -> None:
-    """Raise ModelError unless all ranks publish the same tensors. ``reports``: per rank, ``tensors`` is a digest."""
-    odd = [rank for rank, theirs in enumerate(reports) if theirs["tensors"] != reports[0]["tensors"]]
+def check_same_models(reports: Sequence[Mapping[str, object]]) -> None:
+    """Raise ModelError unless all ranks have the same model, and publish the same tensors.
+
+    What rank 0's model lacks keeps the values of the base or the run, so a tensor that only another rank has would
+    never be published.
+
+    Args:
+        reports: per rank, ``model`` is a digest of the model's tensors, and ``tensors`` one of a new run's.
+    """
+    odd = [
+        rank
+        for rank, theirs in enumerate(reports)
+        if any(theirs.get(each) != reports[0].get(each) for each in ("model", "tensors"))
+    ]
     if odd:
         raise ModelError(
             f"the model of rank {', '.join(map(str, odd[:8]))} has other tensors than that of rank 0: names, shapes, "
-            "dtypes; make the same model on every rank, and give the same base="
+            "dtypes; make the same model on every rank, and give the same base=; if ranks hold different tensors, as "
+            "pipeline stages do, give parts="
         )

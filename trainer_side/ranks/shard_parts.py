@@ -3,8 +3,10 @@
 A checkpoint tensor is a strided window into a source, such as one expert of a stack. A rank holds a box of the source;
 its share of the checkpoint tensor is again a few boxes, each strided in the rank's memory: ``shard_views``."""
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain, product
 from typing import ClassVar
 
@@ -203,6 +205,12 @@ class RankParts(LiveTensors):
         self.whole_aliases: dict[str, str] = {}
         self.whole_excluded: Collection[str] = ()
         self.parts: dict[str, ShardPart] = {}
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names and shapes of ``whole``."""
+        rows = sorted((name, tensor.shape) for name, tensor in self.whole.items())
+        return sha256(json.dumps(rows).encode()).hexdigest()
 
 
 class ModuleParts(RankParts):

@@ -480,8 +480,18 @@ def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
     )
     refused(lambda: Publisher(twice, folder), ModelError, message)
     assert not Path(folder, "run.json").exists()
+    # What rank 0 lacks would keep the base's values for ever.
+    base, message, stage = Path(f"{folder}-base"), "has other tensors than that of rank 0", Pair()
+    if rank == 0:
+        write_checkpoint(base, {"first": torch.zeros(3, 2), "second": values})
+    else:
+        stage.second = nn.Parameter(values)
+    distributed.barrier()
+    refused(lambda: Publisher(stage, folder, base=base), ModelError, message)
+    assert not Path(folder, "run.json").exists()
     Publisher(pair.put(distribute_tensor(values, pair.mesh, [Shard(0)])), folder).close()
     # A run that is there is not taken over either.
+    refused(lambda: Publisher(stage, folder), ModelError, message)
     hole = pair.put(distribute_tensor(values, others, [Shard(0)]))
     refused(lambda: Publisher(hole, folder), ModelError, "the ranks hold 0 of the 8 elements of tensor 'second'")
 
