@@ -9,7 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from http.client import HTTPConnection
 from pathlib import Path
@@ -22,6 +25,7 @@ from tests.cli.test_cli_signing import KeyedRun
 from tests.support.answers import Answer, answering, closed_port
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.page_runs import HOSTILE, PageRun, busy_run, empty_run, hostile_run, hostile_status
+from vllm_delta_sync import http_server
 from vllm_delta_sync.cache.peer_server import PeerServer
 from vllm_delta_sync.dashboard import page
 from vllm_delta_sync.dashboard.web_server import DashboardServer
@@ -290,3 +294,22 @@ def test_a_dns_server_that_does_not_answer_delays_no_start(make: Any, monkeypatc
 
     monkeypatch.setattr(socket, "getfqdn", look_up)
     make("0.0.0.0", 0, dict).server_close()
+
+
+@pytest.mark.parametrize("make", [DashboardServer, PeerServer])
+def test_connections_are_bounded_and_slow_ones_are_cut(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.3)
+    server = make("127.0.0.1", 0, dict)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    with ExitStack() as stack:
+        stack.callback(server.server_close)
+        stack.callback(serving.join)
+        stack.callback(server.shutdown)
+        slow = [stack.enter_context(socket.create_connection(server.server_address, 30)) for _ in range(3)]
+        for each in slow[:2]:
+            each.sendall(b"GET / HTTP/1.1\r\n")
+        assert [each.recv(1) for each in slow] == [b""] * 3
+        while server.deadlines:  # room for others
+            time.sleep(0.01)

@@ -1,19 +1,12 @@
 """``PeerServer`` serves an ``ObjectServer`` over HTTP, for ``delta-sync mirror``."""
 
 import re
-import socket
-import threading
-import time
-from typing import Any
 
 from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH, PROGRESS_HEADER
 from vllm_delta_sync.cache.object_server import DIGEST, ObjectServer, Slice
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.http_server import REQUEST_SECONDS, SmallHandler, SmallServer
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
-
-MAX_CONNECTIONS = 512
-"""Connections beyond are closed at once."""
 
 _PATH = re.compile(rf"{OBJECTS_PATH}({DIGEST})")
 
@@ -27,40 +20,10 @@ class PeerServer(SmallServer):
         served: bytes sent so far, or being sent.
     """
 
-    request_queue_size = 128
-
     def __init__(self, host: str, port: int, objects: ObjectServer) -> None:
         self.objects = objects
         self.served = 0
-        self.lock = threading.Lock()
-        # Connection → when it is closed if the exchange has not ended.
-        self.deadlines: dict[socket.socket, float] = {}
         super().__init__(host, port, _PeerHandler)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there is room for another connection."""
-        with self.lock:
-            if len(self.deadlines) >= MAX_CONNECTIONS:
-                return False
-            self.deadlines[request] = time.monotonic() + REQUEST_SECONDS
-        return True
-
-    def service_actions(self) -> None:
-        """Cut connections that have taken too long; called twice a second, and after each new one."""
-        now = time.monotonic()
-        with self.lock:
-            late = [connection for connection, end in self.deadlines.items() if end < now]
-        for connection in late:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has ended meanwhile
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection, and make room for another."""
-        with self.lock:
-            self.deadlines.pop(request, None)
-        super().shutdown_request(request)
 
 
 class _PeerHandler(SmallHandler):
@@ -76,7 +39,7 @@ class _PeerHandler(SmallHandler):
             self._answer(421, "the request comes from this cache itself")
         else:
             try:
-                self._extend(REQUEST_SECONDS)
+                self.extend(REQUEST_SECONDS)
                 found = objects.find(path[1], self.headers.get("Range"))
             except DeltaSyncError as error:
                 self._answer(
@@ -89,13 +52,9 @@ class _PeerHandler(SmallHandler):
             else:
                 self._send(found)
 
-    def _extend(self, seconds: float) -> None:
-        with self.server.lock:
-            self.server.deadlines[self.connection] = time.monotonic() + seconds
-
     def _send(self, found: Slice) -> None:
         try:
-            self._extend(REQUEST_SECONDS + found.length / MIN_BYTES_PER_SECOND)
+            self.extend(REQUEST_SECONDS + found.length / MIN_BYTES_PER_SECOND)
             self.send_response(found.status)
             for name, value in found.headers.items():
                 self.send_header(name, value)
