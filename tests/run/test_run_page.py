@@ -177,6 +177,21 @@ def test_damage_is_shown_with_what_to_do_and_the_rest_stays(tmp_path: Path) -> N
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
 
 
+def test_hostile_manifests_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    run = PageRun(tmp_path / "run", layered_table(1, 16), 12)
+    run.busy(12)
+    with open_run(str(run.folder)) as opened:
+        limit = opened.document_limit
+    for version in range(1, 11):
+        (run.folder / version_key(version)).unlink()
+        (run.folder / version_key(version)).write_bytes(b"0" * limit)
+    reading = reader(run.folder)
+    counts = [reading.read()["damaged_count"] for _ in range(4)]
+    assert counts[0] < 8
+    assert counts[-1] >= 10
+    assert not any(error.__traceback__ or error.__cause__ for error in reading._damaged.values())
+
+
 def test_a_repaired_manifest_is_taken_up_and_a_rewritten_one_is_noticed(tmp_path: Path) -> None:
     written, other = Written(tmp_path / "run", 6), Written(tmp_path / "other", 4, seed=9)
     file = written.folder / version_key(3)

@@ -1,6 +1,7 @@
 """``PageReader`` reads from a bucket what the page shows of a run; each document that does not change is read once."""
 
 import heapq
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -18,7 +19,7 @@ from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.maintenance.accounting import is_empty
 from vllm_delta_sync.maintenance.run_stats import Spread
 from vllm_delta_sync.run.graph import broken_link
-from vllm_delta_sync.run.run_reader import read_ahead
+from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, read_ahead
 
 LAST = 200
 """Versions to show, if nothing else is asked for."""
@@ -181,23 +182,37 @@ class PageReader:
         self._newest = {
             v: found for v, found in self._newest.items() if head.version - HEAT_VERSIONS < v < head.version
         }
-        again = set(heapq.nlargest(MAX_DAMAGED, self._damaged))
-        wanted = [
-            version
-            for version in range(first, head.version)
-            if version in again or (version not in self._rows and version not in self._damaged)
-        ]
+        known_versions = self._rows.keys() | self._damaged.keys()
+        wanted = [version for version in range(head.version - 1, first - 1, -1) if version not in known_versions]
+        wanted += heapq.nlargest(MAX_DAMAGED, self._damaged)
+        parsing, left = threading.Lock(), MAX_BAD_DOCUMENTS * run.document_limit
 
-        def read(version: int) -> Manifest | DataError:
+        def read(version: int) -> Manifest | DataError | None:
+            """Return the manifest, or why it is bad; None once so many bytes were bad that this one is left for later.
+
+            A hostile one takes many times its bytes of memory, and seconds, so they are parsed one at a time.
+            """
+            nonlocal left
+            size = 0
             try:
-                return run.manifest(version)
+                if left <= 0:
+                    return None
+                data = run.raw_manifest(version, run.document_limit)
+                with parsing:
+                    if left <= 0:
+                        return None
+                    size = len(data)
+                    return run.parsed_manifest(version, data)
             except DataError as damage:
-                return damage
+                left -= size
+                # Its frames and causes hold what was read.
+                damage.__cause__ = damage.__context__ = None
+                return damage.with_traceback(None)
 
         for version, found in zip(wanted, read_ahead(read, wanted), strict=True):
             if isinstance(found, DataError):
                 self._damaged[version] = found
-            else:
+            elif found is not None:
                 self._damaged.pop(version, None)
                 self._keep(found, head)
         self._keep(head, head)
