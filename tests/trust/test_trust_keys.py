@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import rfc8785
+import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -28,6 +29,8 @@ from hypothesis import strategies as st
 
 from tests.support.collecting import MemoryBucket
 from tests.support.signers import INFO, NEXT, ROOT, RUN, STRANGER, TIME, TRAINER, by, manifest, public, ring
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -41,11 +44,21 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.format.base_document import Document, dump_canonical
-from vllm_delta_sync.format.documents import Anchor, Claim, Collection, Heartbeat, MergedDelta, Retention, Tag
-from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, version_key
+from vllm_delta_sync.format.documents import (
+    Anchor,
+    Claim,
+    Collection,
+    Heartbeat,
+    MergedDelta,
+    Retention,
+    Tag,
+    anchor_key,
+    merged_delta_key,
+)
+from vllm_delta_sync.format.manifest import RUN_KEY, Head, Manifest, RunInfo, version_key
 from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keyring import make_head
+from vllm_delta_sync.trust.keyring import UNPARSED_BYTES, make_head
 from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
 from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 
@@ -211,6 +224,41 @@ def test_everything_of_others_is_refused(signer: Any) -> None:
             keys.check(by(trusted, document), "it")
         # A keyring without keys checks nothing.
         Keyring().check(offered, "it")
+
+
+def test_large_documents_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+    decoy = json.loads(by(STRANGER, manifest(0)).to_bytes())["signature"]
+    fields = {"later": [{"a": 1, "signature": decoy}, "x" * UNPARSED_BYTES]}
+    large = Manifest.from_bytes(dump_canonical(json.loads(manifest(0).to_bytes()) | fields))
+    keys, signed = ring(None, TRAINER), by(TRAINER, large).to_bytes()
+    keys.check_unparsed("manifest", signed, "it")
+    keys.check_unparsed("manifest", manifest(0).to_bytes(), "it")  # small
+    Keyring().check_unparsed("manifest", large.to_bytes(), "it")
+    for kind, data in (
+        ("manifest", large.to_bytes()),
+        ("manifest", by(STRANGER, large).to_bytes()),
+        ("manifest", signed.replace(b"xxx", b"xyx", 1)),
+        ("anchor", signed),
+    ):
+        with pytest.raises(SignatureError):
+            keys.check_unparsed(kind, data, "it")
+    # By readers too: as JSON it would be refused for its format.
+    generate(tmp_path / "key")
+    with Publisher({"w": torch.zeros(4)}, str(tmp_path / "run"), signing_key=tmp_path / "key"):
+        pass
+    run = open_run(str(tmp_path / "run"), Keyring.load([tmp_path / "key.pub"]))
+    for key, read in (
+        (version_key(1), lambda: run.manifest(1)),
+        (anchor_key(1), lambda: run.anchor(1)),
+        (merged_delta_key(0, 4), lambda: run.merged_delta(0, 4)),
+        (RUN_KEY, lambda: open_run(str(tmp_path / "run"), run.keyring)),
+    ):
+        file = tmp_path / "run" / key
+        file.parent.mkdir(exist_ok=True)
+        file.unlink(missing_ok=True)
+        file.write_bytes(b"x" * (UNPARSED_BYTES + 1))
+        with pytest.raises(SignatureError, match=f"{key} is not signed"):
+            read()
 
 
 # Along the chain

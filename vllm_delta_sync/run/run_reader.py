@@ -324,7 +324,7 @@ class RunReader:
     def __init__(self, bucket: Bucket, keyring: Keyring | None = None, cache: ObjectCache | None = None) -> None:
         self.cache = cache
         self.keyring = Keyring() if keyring is None else keyring
-        self.info = read_info(bucket)
+        self.info = read_info(bucket, self.keyring)
         self.keyring.check(self.info, RUN_KEY)
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
@@ -407,6 +407,7 @@ class RunReader:
         if known is not None and known.version == version and known.to_bytes() == data:
             return known
         key = version_key(version)
+        self.keyring.check_unparsed(Manifest.KIND, data, key)
         manifest = Manifest.from_bytes(data, key)
         if manifest.run != self.info.run or manifest.version != version:
             raise ChainError(
@@ -795,19 +796,26 @@ class RunReader:
 
     def _read_standalone(self, kind: type[_Standalone], key: str, max_bytes: int) -> _Standalone:
         data = self.bucket.get(key, max_bytes=max_bytes)
+        if kind in (Anchor, MergedDelta):
+            self.keyring.check_unparsed(kind.KIND, data, key)
         document = kind.from_bytes(data, key)
         if document.run != self.info.run:
             raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
         return document
 
 
-def read_info(bucket: Bucket) -> RunInfo:
-    """Read run.json. Raises NotFoundError (there is no run), FormatError, UnsupportedError, StoreError."""
+def read_info(bucket: Bucket, keyring: Keyring | None = None) -> RunInfo:
+    """Read run.json, whose signature is still to be checked.
+
+    Raises NotFoundError (there is no run), SignatureError, FormatError, UnsupportedError, StoreError.
+    """
     try:
         data = bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
     except NotFoundError as error:
         lacks = "there is no such bucket or folder" if "does not exist" in error.message else "it has no run.json"
         raise NotFoundError(f"no run at {bucket.url!r}: {lacks}; start a publisher there, or check the URL") from error
+    if keyring is not None:
+        keyring.check_unparsed(RunInfo.KIND, data, RUN_KEY)
     return RunInfo.from_bytes(data, RUN_KEY)
 
 

@@ -1,8 +1,10 @@
 """``Keyring`` holds the configured keys: it signs documents, and refuses those that no trusted key has signed."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +17,13 @@ from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo
 from vllm_delta_sync.trust.keys import load_private, load_public, public_hex
 
 _Doc = TypeVar("_Doc", bound=Document)
+
+UNPARSED_BYTES = 256 * 1024
+"""Larger documents are not parsed before a signature of theirs was checked: that takes seconds, and many times their
+bytes of memory."""
+_MOST_SIGNATURES = 4
+# As canonical JSON has it: never the first member, since ``format_version`` comes before it.
+_SIGNATURE = re.compile(rb',"signature":\{"key":"([0-9a-f]{64})","value":"([0-9a-f]{128})"\}')
 
 
 class Keyring:
@@ -116,6 +125,24 @@ class Keyring:
         """Raise SignatureError unless a trusted key signed the document. Checks nothing without trusted keys."""
         if self.trusted:
             self._check_signature(document.signature, document.signed_bytes(), what)
+
+    def check_unparsed(self, kind: str, data: bytes, what: str) -> None:
+        """Raise SignatureError if the bytes of a large document have no valid signature. ``check`` it all the same.
+
+        So without a key, write access to the bucket makes no reader parse megabytes. Smaller documents are not checked
+        here: what is wrong with them is said more exactly when they are parsed.
+        """
+        if not self.trusted or len(data) <= UNPARSED_BYTES:
+            return
+        signature, signed = None, data
+        for found in islice(_SIGNATURE.finditer(data), _MOST_SIGNATURES):
+            signature = Signature(key=found[1].decode(), value=found[2].decode())
+            signed = data[: found.start()] + data[found.end() :]
+            try:
+                return self._check_signature(signature, signed_form(kind, signed), what)
+            except SignatureError:
+                continue  # a member of that name may lie within another one
+        self._check_signature(signature, signed_form(kind, signed), what)
 
     def check_bytes(self, kind: str, data: bytes, signature: Signature | None, what: str) -> None:
         """Raise SignatureError unless a trusted key signed the message. Checks nothing without trusted keys."""

@@ -225,7 +225,7 @@ def check_copy(mirror: Bucket, info: RunInfo) -> None:
 def _trusted_info(bucket: Bucket, keyring: Keyring) -> RunInfo | None:
     """Return run.json; None if it is missing or damaged, or has no valid signature of a trusted key."""
     try:
-        info = read_info(bucket)
+        info = read_info(bucket, keyring)
         keyring.check(info, RUN_KEY)
     except DataError:
         return None
