@@ -1,5 +1,6 @@
 """Merged deltas and anchors made from the bucket: what the versions do, bit for bit, when due, and nothing left."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -562,6 +563,25 @@ def test_a_milestone_gets_an_anchor(tmp_path: Path) -> None:
     written.writer.tag("best", 3, milestone=True)
     assert maintain(run, written.writer.manifests[-1]) == [side.anchor_key(3)]
     assert written.run.anchors() == [2, 3]
+
+
+def test_of_many_tags_a_few_are_read_at_a_time_and_each_once(tmp_path: Path) -> None:
+    written = make(tmp_path, 3)
+    for number in range(150):
+        written.writer.tag(f"t{number}", 1, milestone=number == 0)
+        os.utime(written.folder / side.tag_key(f"t{number}"), (number, number))
+    made, reads = [], []
+    with mock.patch.object(run := written.run, "tag", wraps=run.tag) as tag:
+        for number in range(4):
+            written.writer.tag("new", number)
+            made += maintain(run, written.writer.manifests[-1])
+            reads.append(tag.call_count - sum(reads))
+    assert reads == [64, 64, 25, 1]
+    assert made == [side.anchor_key(1)]
+    # One who stops is not kept waiting.
+    with mock.patch.object(run := Run(written.bucket), "tag", wraps=run.tag) as tag:
+        assert maintain(run, written.writer.manifests[-1], stop=lambda: tag.call_count > 0) == []
+    assert tag.call_count < 32
 
 
 def test_what_cannot_be_made_is_said_once_the_rest_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ that does not build on the one before. An anchor is due every k-th version, for 
 the nearest anchor reads more bytes than the model has.
 """
 
+import heapq
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, SignatureError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import RelativeCodec
@@ -22,6 +24,7 @@ from vllm_delta_sync.format.documents import (
     TAGS_PREFIX,
     MergedDelta,
     Retention,
+    Tag,
     anchor_key,
     merged_delta_key,
     merged_delta_of_key,
@@ -31,7 +34,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
 from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError, make_merged_delta
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, never_stop
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 from vllm_delta_sync.run.run_reader import RunReader
@@ -46,9 +49,14 @@ MERGES_PER_CALL = 8
 """Maximum number of merged deltas that one call of ``maintain`` makes."""
 READ_PER_CALL = 64
 """Maximum signed documents that one call of ``maintain`` reads, so that a long run is not read at once."""
+SETTLED_SECONDS = 2.0
+"""Age from which an object cannot be rewritten with the same time: times are in whole seconds."""
 
 VersionRange = tuple[int, int]
 _Item = TypeVar("_Item", int, VersionRange)
+
+# Per run, the tags that ``maintain`` has read, by how they were listed; None for a bad one.
+_tags: WeakKeyDictionary[RunReader, dict[ObjectInfo, Tag | None]] = WeakKeyDictionary()
 
 # Per run, the state at the last ``maintain``: the newest version that ends a range, the newest k-th version, the tags.
 _maintained: WeakKeyDictionary[RunReader, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
@@ -114,7 +122,7 @@ def maintain(
             make = partial(make_merged_delta, run, *pair, stop=stop, plain_objects=plain_objects)
             if _try_to_make(f"no merged delta of versions {pair[0]} to {pair[1]}", make):
                 made.append(merged_delta_key(*pair))
-        version = _due_anchor(run, manifest, kth)
+        version = _due_anchor(run, manifest, kth, stop)
         if version is not None and _try_to_make(
             f"no anchor of version {version}", partial(make_anchor, run, version, base, stop=stop)
         ):
@@ -173,7 +181,7 @@ def _breaks(manifest: Manifest) -> list[int]:
     return [item.version for item in manifest.breaks]
 
 
-def _due_anchor(run: RunReader, manifest: Manifest, kth: int) -> int | None:
+def _due_anchor(run: RunReader, manifest: Manifest, kth: int, stop: Stop) -> int | None:
     """Return the version that is due an anchor now, or None.
 
     A quarantined version gets an anchor only as a milestone: a server that starts does not serve it, so the newest
@@ -181,6 +189,7 @@ def _due_anchor(run: RunReader, manifest: Manifest, kth: int) -> int | None:
 
     Args:
         kth: the newest k-th version, which gets an anchor whatever it costs; 0 for none.
+        stop: polled while tags are read; True stops it.
     """
     version = manifest.version
     anchors = _trusted_anchors(run, READ_PER_CALL)
@@ -188,7 +197,7 @@ def _due_anchor(run: RunReader, manifest: Manifest, kth: int) -> int | None:
         sound = _newest_sound(run, manifest, kth)
         if sound and not any(sound <= anchor <= version for anchor in anchors):
             return sound
-    milestone = _milestone(run, version, anchors)
+    milestone = _milestone(run, version, anchors, stop)
     if milestone is not None:
         return milestone
     newest = newest_to_serve(run, manifest, ServicePolicy())
@@ -209,19 +218,31 @@ def _newest_sound(run: RunReader, newest: Manifest, version: int) -> int:
     return newest_to_serve(run, manifest, ServicePolicy()) or 0
 
 
-def _milestone(run: RunReader, version: int, anchors: list[int]) -> int | None:
-    """Return the newest version that has a milestone tag and no anchor."""
-    wanted = []
-    for name in (tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)):
+def _milestone(run: RunReader, version: int, anchors: list[int], stop: Stop) -> int | None:
+    """Return the newest version that has a milestone tag and no anchor, of the tags that are known.
+
+    Each call reads at most ``READ_PER_CALL`` tags that are new, the newest first: there may be many.
+    """
+    listed = [item for item in run.bucket.list(TAGS_PREFIX) if tag_of_key(item.key) is not None]
+    # One that was put just now may be moved within the second that its time names.
+    settled = max((item.modified for item in listed), default=0.0) - SETTLED_SECONDS
+    known = _tags.get(run, {})
+    known = _tags[run] = {item: known[item] for item in listed if item in known and item.modified <= settled}
+
+    def read(item: ObjectInfo) -> Tag | None:
+        check_stop(stop)
         try:
-            tag = None if name is None else run.tag(name)
+            return run.tag(str(tag_of_key(item.key)))
         except DataError as error:
             # Removed meanwhile, or damaged; gc reports damaged tags.
-            logger.debug("skipped tag %s: %s", name, error)
-            continue
-        if tag is not None and tag.milestone and tag.version <= version and tag.version not in anchors:
-            wanted.append(tag.version)
-    return max(wanted, default=None)
+            logger.debug("skipped %s: %s", item.key, error)
+            return None
+
+    unread = (item for item in listed if item not in known)
+    newest = heapq.nlargest(READ_PER_CALL, unread, key=lambda item: item.modified)
+    known.update(zip(newest, in_parallel(read, newest), strict=True))
+    tags = [tag for tag in known.values() if tag is not None and tag.milestone]
+    return max((tag.version for tag in tags if tag.version <= version and tag.version not in anchors), default=None)
 
 
 def _replay_costs_more(run: RunReader, manifest: Manifest, anchors: list[int]) -> bool:
