@@ -38,7 +38,7 @@ def test_metrics_and_log_lines_of_a_server_that_follows(follower: Follower) -> N
     assert grown(before, found, "delta_sync_pause_seconds_sum") == pytest.approx(pauses, abs=1e-4)
     assert found["delta_sync_look_timestamp_seconds"] > 1e9
     (line,) = server.log_lines(f"version {version} (step {version}) served")
-    assert re.search(r"served: [\d.]+ % changed, .* paused [\d.]+ \(committed [\d.]+, resumed [\d.]+\)", line)
+    assert re.search(r"served: [\d.]+ % changed, .* committed [\d.]+ ms, (resumed [\d.]+ ms, )?paused [\d.]+ ms", line)
     assert server.post("/delta_sync/rollback", {"version": version - 1}).status_code == 200
     held = server.metrics()
     assert held['delta_sync_state{state="held"}'] == 1

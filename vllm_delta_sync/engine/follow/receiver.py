@@ -94,8 +94,7 @@ class Receiver:
     @property
     def served_version(self) -> int | None:
         """The version that answers now; None until the weights are identified as a version."""
-        served = self.board.served
-        return None if served is None else served.version
+        return self.board.served_version
 
     @property
     def served_run(self) -> str | None:

@@ -3,20 +3,16 @@
 Each change is one log line.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import NoReturn
 
 from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
-from vllm_delta_sync.engine.commit.transaction import (
-    EnginePort,
-    FingerprintMismatchError,
-    Transaction,
-)
+from vllm_delta_sync.engine.commit.transaction import EnginePort, FingerprintMismatchError, Transaction
 from vllm_delta_sync.engine.compat.write_hooks import WAKE
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.weight_memory import ASLEEP
-from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import State
 from vllm_delta_sync.engine.observe.status import StatusBoard
@@ -39,22 +35,28 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import about
 from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.units import rounded
 
 MAX_REPAIRS = 3
 """Number of repairs with a wrong result after which the updater gives up."""
 
-PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "wait", "pause", "commit", "resume")
-"""Order of the phases in ``timings_ms``; those up to ``rescan`` run beside generation."""
-MIN_SHOWN_MS = 0.05
-"""Phases shorter than this are left out of the line."""
-_WORDS = {
+PHASES = {
     "fetch": "fetched",
     "verify": "verified",
     "decode": "decoded",
     "route": "routed",
     "rescan": "rescanned",
     "wait": "waited",
+    "commit": "committed",
+    "resume": "resumed",
+    "pause": "paused",
 }
+"""Phases in the order of ``timings_ms``, and their words in the log. Those up to ``rescan`` run beside generation;
+``pause`` is the sum of those after it."""
+MIN_SHOWN_MS = 0.05
+"""Phases shorter than this are left out of the line."""
+EVENTS = {"forward": "served", "rollback": "rolled_back", "repair": "repaired"}
+"""The ``event`` of the line for each move of ``metrics.MOVES``."""
 
 
 class WeightUpdater:
@@ -84,12 +86,6 @@ class WeightUpdater:
         self._failed_repairs = 0
         self._confirmed = True
         self._keeps_undo = True
-
-    @property
-    def _served_version(self) -> int | None:
-        """The version served; None if the weights are no version of the run."""
-        served = self._board.served
-        return None if served is None else served.version
 
     def verify(self, served: Manifest) -> Answer:
         """Hash all weights and compare them with a version, per tensor and in total."""
@@ -148,10 +144,7 @@ class WeightUpdater:
             raise mismatch_error(target, outcome["mismatched"])
         self._port.label(target.version, target.run)
         self._board.set(served=target, invalidated=False, repair_target=None)
-        self._confirm()
-        self._board.record_commit(target, ordered(timings))
-        metrics.count_move("repair", timings)
-        logger.warning("%s", _repair_line(target, timings), extra=_line_fields("repaired", target, timings))
+        self._record("repair", target, timings, "weights that were changed from outside are repaired")
 
     def check_awake(self) -> list[RankState]:
         """Return what each rank holds; the status shows whether the engine sleeps, which is no failure.
@@ -223,7 +216,9 @@ class WeightUpdater:
             self._confirm()
         if not self._confirmed:
             # If the next pause expired, the watchdog would revert this commit too, which is served.
-            raise EngineError(f"version {self._served_version} is served, but could not be confirmed on every rank yet")
+            raise EngineError(
+                f"version {self._board.served_version} is served, but could not be confirmed on every rank yet"
+            )
         while True:
             plan = self._planner.plan_towards(position, target, self._settings.stage_bytes)
             try:
@@ -254,21 +249,22 @@ class WeightUpdater:
             FingerprintError: the weights are.
         """
         undecoded = isinstance(error, FormatError) and not isinstance(error, DigestError)
-        if (
-            position is not None
-            and plan.needs_base_bits
-            and undecoded
-            and not self.verify(position.manifest)["verdict"]
-        ):
-            changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
-            self.invalidate(changed)
-            raise changed from error
+        if position is None or not (undecoded and plan.needs_base_bits):
+            return
+        if not self.verify(position.manifest)["verdict"]:
+            self._raise_changed(error)
+
+    def _raise_changed(self, error: DeltaSyncError) -> NoReturn:
+        """Raise FingerprintError: an update failed by ``error``, because the weights held are no version any more."""
+        changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
+        self.invalidate(changed)
+        raise changed from error
 
     def _stage(self, plan: UpdatePlan, position: WeightPosition | None) -> tuple[dict[str, float], int]:
         """Stage on all ranks; returns the slowest rank's timings, and the elements that all ranks will write."""
         self._board.enter("staging")
         rescan = [] if position is None else self.rescan_cursor.next()
-        staged = self._ranks.stage(plan, self._served_version, rescan)
+        staged = self._ranks.stage(plan, self._board.served_version, rescan)
         self._board.set(rank_store_use=staged.store)
         if staged.mismatching and position is not None:
             error = mismatch_error(position.manifest, staged.mismatching)
@@ -285,7 +281,7 @@ class WeightUpdater:
         transaction = Transaction(
             self._port,
             Commit(target.version),
-            self._served_version,
+            self._board.served_version,
             target.run,
             matches=self._ranks.matches_declared,
             on_paused=self._show_paused,
@@ -306,17 +302,41 @@ class WeightUpdater:
         # After going back, the undo log's entries would lead forward again, so they are dropped.
         self._keeps_undo = self._keeps_undo and left is None
         self._planner.feedback.record_commit(target.version)
-        self._confirm()
-        self._board.record_commit(target, ordered(timings), plan)
         if self._planner.avoided_keys:
             logger.warning(
                 "version %d was reached without %s", target.version, ", ".join(self._planner.avoided_keys[:4])
             )
-        move = "forward" if left is None else "rollback"
-        metrics.count_move(move, timings, plan.versions, plan.payload_bytes, plan.changed)
-        line = _forward_line(plan, timings, elements) if left is None else _rollback_line(target, left, timings)
-        event = "served" if left is None else "rolled_back"
-        logger.info("%s", line, extra=_line_fields(event, target, timings, plan.payload_bytes, plan.changed))
+        if left is None:
+            self._record("forward", target, timings, _describe(plan, elements), plan)
+        else:
+            self._record("rollback", target, timings, f"rolled back from version {left}", plan)
+
+    def _record(
+        self, move: str, target: Manifest, timings: dict[str, float], what: str, plan: UpdatePlan | None = None
+    ) -> None:
+        """Confirm a change of the served weights, after generation has resumed, and show it in status, metrics and log.
+
+        Args:
+            move: of ``metrics.MOVES``. what: it did, in the words of the line.
+            plan: what was read from the bucket for it; None if nothing was, or if it is not known.
+        """
+        self._confirm()
+        timings = {phase: timings[phase] for phase in PHASES if phase in timings}
+        self._board.record_commit(move, target, timings, plan)
+        shown = ", ".join(f"{PHASES[phase]} {rounded(ms)} ms" for phase, ms in timings.items() if ms >= MIN_SHOWN_MS)
+        logger.log(
+            logging.WARNING if move == "repair" else logging.INFO,
+            "version %d (step %d) served: %s; %s", target.version, target.step, what, shown,
+            extra=about(
+                EVENTS[move],
+                version=target.version,
+                step=target.step,
+                run=target.run,
+                payload_bytes=0 if plan is None else plan.payload_bytes,
+                changed=0 if plan is None else plan.changed,
+                timings_ms=timings,
+            ),
+        )  # fmt: skip
 
     def _show_paused(self) -> None:
         if self._pause_state == "draining":
@@ -363,9 +383,7 @@ class WeightUpdater:
             wrong = f"{error.message}: it was made against other weights than version {position.version}"
             self._planner.feedback.record_mismatch(plan, wrong)
             return
-        changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
-        self.invalidate(changed)
-        raise changed from error
+        self._raise_changed(error)
 
     def rollback_to(self, version: int, served: Manifest) -> None:
         """Revert to a version in the undo log, and hold it. Raises ChainError: the log does not reach it."""
@@ -378,7 +396,7 @@ class WeightUpdater:
             )
         self._board.enter(self._pause_state)
         transaction = Transaction(
-            self._port, Revert(version), self._served_version, target.run, on_paused=self._show_paused
+            self._port, Revert(version), self._board.served_version, target.run, on_paused=self._show_paused
         )
         try:
             transaction.commit()
@@ -387,11 +405,7 @@ class WeightUpdater:
             raise
         timings = self._resume(transaction, target)
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
-        self._confirm()
-        self._board.record_commit(target, ordered(timings))
-        metrics.count_move("rollback", timings)
-        line = _rollback_line(target, served.version, timings)
-        logger.info("%s", line, extra=_line_fields("rolled_back", target, timings))
+        self._record("rollback", target, timings, f"rolled back from version {served.version}")
 
 
 def mismatch_error(served: Manifest, names: list[str]) -> FingerprintError:
@@ -423,87 +437,12 @@ class RescanCursor:
         return found
 
 
-# Log lines for changes of the served weights
-
-
-def ordered(ms: Mapping[str, float]) -> dict[str, float]:
-    """Return the timings in the order of ``PHASE_ORDER``, then any others."""
-    known = {phase: ms[phase] for phase in PHASE_ORDER if phase in ms}
-    return known | {phase: value for phase, value in ms.items() if phase not in known}
-
-
-def _forward_line(plan: UpdatePlan, ms: Mapping[str, float], elements: int) -> str:
-    """Return the line for a commit forward; ``elements``: elements that it wrote, over all ranks."""
-    target = plan.target
+def _describe(plan: UpdatePlan, elements: int) -> str:
+    """Say what a commit forward took; ``elements``: that it wrote, over all ranks."""
+    read = f"{rounded(plan.payload_bytes / 1e6)} MB"
     if plan.steps and plan.versions > 1:
         # A sum over the versions would count most elements several times.
-        what = f"{plan.versions} versions in one commit, {elements:,} elements written, {_size(plan.payload_bytes)}"
-    elif plan.steps:
-        share = 100 * plan.changed / max(1, target.total)
-        what = f"{_share(share)} % changed, {_size(plan.payload_bytes)}"
-    elif plan.rebuild:
-        what = "rebuilt whole"
-    else:
-        what = f"taken whole, {_size(plan.payload_bytes)}"
-    return f"{_label(target)} served: {what}; {durations(ms)}"
-
-
-def _rollback_line(target: Manifest, left: int, ms: Mapping[str, float]) -> str:
-    """Return the line for a rollback."""
-    return f"{_label(target)} served: rolled back from version {left}; {durations(ms)}"
-
-
-def _repair_line(target: Manifest, ms: Mapping[str, float]) -> str:
-    """Return the line for a repair after an external write."""
-    return f"{_label(target)} served: weights that were changed from outside are repaired; {durations(ms)}"
-
-
-def _line_fields(
-    event: str, target: Manifest, ms: Mapping[str, float], payload_bytes: int = 0, changed: int = 0
-) -> dict[str, Any]:
-    """Return ``extra`` of such a line, for ``log_format`` json; see ``json_log.about``."""
-    return about(
-        event,
-        version=target.version,
-        step=target.step,
-        run=target.run,
-        payload_bytes=payload_bytes,
-        changed=changed,
-        timings_ms=ordered(ms),
-    )
-
-
-def durations(ms: Mapping[str, float]) -> str:
-    """Put ``timings_ms`` in words, such as ``fetched 210 ms, decoded 12, paused 14 (committed 9, resumed 1)``."""
-    parts = [f"{word} {_ms(ms[phase])}" for phase, word in _WORDS.items() if ms.get(phase, 0) >= MIN_SHOWN_MS]
-    if "pause" in ms:
-        details = [
-            f"{word} {_ms(ms[phase])}"
-            for phase, word in (("commit", "committed"), ("resume", "resumed"))
-            if phase in ms
-        ]
-        parts.append(f"paused {_ms(ms['pause'])}" + (f" ({', '.join(details)})" if details else ""))
-    if parts:
-        # The unit stands only after the first number.
-        first, space, rest = parts[0].partition(" (")
-        parts[0] = f"{first} ms{space}{rest}"
-    return ", ".join(parts)
-
-
-def _label(manifest: Manifest) -> str:
-    return f"version {manifest.version} (step {manifest.step})"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
-
-
-def _share(percent: float) -> str:
-    return f"{percent:.1f}" if percent >= 0.95 else f"{percent:.2g}"
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
+        return f"{plan.versions} versions in one commit, {elements:,} elements written, {read}"
+    if plan.steps:
+        return f"{rounded(100 * plan.changed / max(1, plan.target.total))} % changed, {read}"
+    return "rebuilt whole" if plan.rebuild else f"taken whole, {read}"

@@ -82,6 +82,12 @@ class StatusBoard:
         self._watchers: list[Callable[[], None]] = []
 
     @property
+    def served_version(self) -> int | None:
+        """The version that answers now; None until the weights are identified as a version."""
+        served = self.served
+        return None if served is None else served.version
+
+    @property
     def state(self) -> State:
         """What the receiver is doing; ``enter`` changes it."""
         return self._state
@@ -136,27 +142,26 @@ class StatusBoard:
         else:
             self.settle(error=shown)
 
-    def record_commit(self, target: Manifest, timings: dict[str, float], plan: UpdatePlan | None = None) -> None:
+    def record_commit(
+        self, move: str, target: Manifest, timings: dict[str, float], plan: UpdatePlan | None = None
+    ) -> None:
         """Record a change of the weights served.
 
         Args:
+            move: of ``metrics.MOVES``.
             plan: what was read from the bucket for it; None if nothing was, as for the undo log, or if it is not known.
         """
-        rounded = {name: round(value, 3) for name, value in timings.items()}
-        entry = {
-            "version": target.version,
-            "step": target.step,
+        read = {
             "versions": 0 if plan is None else plan.versions,
             "changed": 0 if plan is None else plan.changed,
             "payload_bytes": 0 if plan is None else plan.payload_bytes,
-            "timings_ms": rounded,
         }
+        metrics.count_move(move, timings, **read)
+        rounded = {name: round(value, 3) for name, value in timings.items()}
         with self._lock:
-            self.timings = rounded
-            self.commits += 1
-            self._recent.append(entry)
-        for changed in self._watchers:
-            changed()
+            self._recent.append({"version": target.version, "step": target.step, **read, "timings_ms": rounded})
+            self.timings, self.commits = rounded, self.commits + 1
+        self.set()
 
     def document(self) -> Answer:
         """Return the body of ``GET /delta_sync/status``."""
