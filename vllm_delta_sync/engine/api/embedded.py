@@ -6,7 +6,6 @@ which must not be blocked. The setting ``pause_mode`` says what happens to reque
 """
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,9 +175,7 @@ class AsyncSync:
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine = engine
         self._adapter = _make_adapter(settings, engine, engine.vllm_config)
-        # An adapter has only a part of the engine's label.
-        turns = None if self._adapter is None else threading.RLock()
-        port = ServerEnginePort(engine, asyncio.get_running_loop(), settings, self._adapter, turns)
+        port = ServerEnginePort(engine, asyncio.get_running_loop(), settings, self._adapter)
         self._service = ReceiverService(port, settings)
         self._pending: set[asyncio.Future[Answer]] = set()
         self._closed = False

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, wait
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -74,35 +74,29 @@ def _try_while_held(pause: Callable[[], int], resume: Callable[[], Any]) -> None
     )
 
 
-class ServerEnginePort:
-    """The ``EnginePort`` to all engine cores of a vLLM server.
+class _WatchedPort:
+    """What both ports do with the methods that ``pause_watchdog.install`` has added to engine cores."""
 
-    The receiver's thread calls it; coroutines run in the server's event loop. Each receiver of an engine has a port of
-    its own: ``adapter`` says whose weights it changes, and ``turns`` lets one of them at a time pause the engine.
+    _serial_labels: ClassVar[bool]
+    """See ``version_label``."""
 
-    Raises:
-        EngineStopped: by its methods, once the engine is shut down or the event loop is closed.
-    """
-
-    def __init__(
-        self,
-        client: Any,
-        loop: asyncio.AbstractEventLoop,
-        settings: Settings,
-        adapter: protocol.Adapter | None = None,
-        turns: "threading.RLock | None" = None,
-    ) -> None:
-        self._client = client
+    def __init__(self, settings: Settings, adapter: protocol.Adapter | None) -> None:
         self._adapter = adapter
-        self._turns = turns
-        self._has_turn = False
-        self._core = client.engine_core
-        self._loop = loop
-        self._stopping = watch_shutdown(client)
-        self._pause_mode = settings.pause_mode
+        self._name = None if adapter is None else adapter.name
         self._prefix_cache = settings.prefix_cache
         self._pause_seconds = settings.pause_seconds
-        self._drain_seconds = settings.wait_seconds
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine core."""
+        raise NotImplementedError
+
+    def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        """Make a call to every rank, paused or not."""
+        raise NotImplementedError
+
+    def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
+        """Make a call to every rank, only during a pause; None if the pause of any engine had expired."""
+        raise NotImplementedError
 
     def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
         """See EnginePort.
@@ -111,16 +105,75 @@ class ServerEnginePort:
             WeightsLostError: a rank does not answer during a commit, so its weights are unknown.
             EngineError: the engine failed, or the pause had expired and nothing was done.
         """
-        request = self._addressed(request)
+        if self._adapter is not None:
+            request = msgspec.structs.replace(request, adapter=self._adapter)
         if not request.paused:
-            return self._run(self._call(request))
+            return self._call(request)
         try:
-            answers = self._run(self._call_paused(request), self._pause_seconds + ANSWER_SECONDS)
+            answers = self._call_paused(request)
         except EngineError as error:
             raise WeightsLostError(f"{request.operation} has no outcome: {error.message}") from error
         if answers is None:
             raise EngineError(f"the pause expired before {request.operation}, so it was not done on every rank")
         return answers
+
+    def _pause_arguments(self, mode: str, limit_s: float) -> list[Any]:
+        """Return the arguments of ``PauseWatchdog.pause``."""
+        changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
+        return [mode, self._prefix_cache, limit_s, *changed]
+
+    def label(self, version: int | None, run: str | None) -> None:
+        # One label for all engines: vLLM refuses to tell several.
+        label = version_label(version, serial=self._serial_labels)
+        self._ask("delta_sync_label", self._name, label, run, self._prefix_cache)
+
+    def label_paused(self, version: int | None, run: str | None) -> None:
+        """See EnginePort. Weights that a watchdog has reverted keep their label."""
+        label = version_label(version, serial=self._serial_labels)
+        if not all(self._ask("delta_sync_label_paused", self._name, label, run)):
+            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
+
+
+class ServerEnginePort(_WatchedPort):
+    """The ``EnginePort`` to all engine cores of a vLLM server.
+
+    The receiver's thread calls it; coroutines run in the server's event loop. Each receiver of an engine has a port of
+    its own: ``adapter`` says whose weights it changes, and ``turns``, which all ports share, lets one at a time pause
+    the engine.
+
+    Raises:
+        EngineStopped: by its methods, once the engine is shut down or the event loop is closed.
+    """
+
+    _serial_labels = True
+
+    def __init__(
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        settings: Settings,
+        adapter: protocol.Adapter | None = None,
+        turns: "threading.Lock | None" = None,
+    ) -> None:
+        super().__init__(settings, adapter)
+        self._client = client
+        self._turns = turns or threading.Lock()
+        self._has_turn = False
+        self._core = client.engine_core
+        self._loop = loop
+        self._stopping = watch_shutdown(client)
+        self._pause_mode = settings.pause_mode
+        self._drain_seconds = settings.wait_seconds
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self._run(self._call_engines(method, *args))
+
+    def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        return _decode_all(request, self._run(self._call_ranks("delta_sync_call_ranks", request)))
+
+    def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
+        outcomes = self._run(self._move_ranks(request), self._pause_seconds + ANSWER_SECONDS)
+        return None if None in outcomes else _decode_all(request, outcomes)
 
     def pause(self) -> None:
         """See EnginePort. Mode ``wait`` lasts as long as the requests in flight.
@@ -133,11 +186,10 @@ class ServerEnginePort:
         if self._stopping.is_set():
             # Requests in flight may still be finishing.
             raise EngineStopped
-        if self._turns is not None and not self._has_turn:
-            if not self._turns.acquire(timeout=self._pause_seconds + ANSWER_SECONDS):
-                raise BusyError("the engine is paused for a version of another run; this one is tried again later")
-            self._has_turn = True
-        _try_while_held(self._pause_once, lambda: self._run(self._call_engines("delta_sync_resume")))
+        if not self._has_turn and not self._turns.acquire(timeout=self._pause_seconds + ANSWER_SECONDS):
+            raise BusyError("the engine is paused for a version of another run; this one is tried again later")
+        self._has_turn = True
+        _try_while_held(self._pause_once, lambda: self._ask("delta_sync_resume"))
 
     def _pause_once(self) -> int:
         """Pause all engines; returns how many requests hold blocks that cannot be dropped."""
@@ -155,35 +207,16 @@ class ServerEnginePort:
             ) from error
 
     def resume(self) -> bool:
-        if self._turns is not None and not self._has_turn:
+        if not self._has_turn:
             return False  # the pause, if there is one, is another run's
-        expired = any(self._run(self._call_engines("delta_sync_resume")))
-        if self._turns is not None:
-            self._has_turn = False
-            self._turns.release()
+        expired = any(self._ask("delta_sync_resume"))
+        self._has_turn = False
+        self._turns.release()
         return expired
-
-    def label(self, version: int | None, run: str | None) -> None:
-        label = version_label(version)
-        self._run(self._call_engines("delta_sync_label", self._adapter_name, label, run, self._prefix_cache))
-
-    def label_paused(self, version: int | None, run: str | None) -> None:
-        """See EnginePort. Weights that a watchdog has reverted keep their label."""
-        # One label for all engines: vLLM refuses to tell several.
-        label = version_label(version)
-        if not all(self._run(self._call_engines("delta_sync_label_paused", self._adapter_name, label, run))):
-            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
         """See EnginePort; the server ends with its engine."""
         self._run(self._end(reason))
-
-    @property
-    def _adapter_name(self) -> str | None:
-        return None if self._adapter is None else self._adapter.name
-
-    def _addressed(self, request: RankRequest[A]) -> RankRequest[A]:
-        return request if self._adapter is None else msgspec.structs.replace(request, adapter=self._adapter)
 
     @property
     def _engines(self) -> list[bytes]:
@@ -250,30 +283,28 @@ class ServerEnginePort:
         payloads = [encode_request(request, first, first + size) for first in range(0, size * len(self._engines), size)]
         return await self._call_engines(method, per_engine=[(payload, *args) for payload in payloads])
 
-    async def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        return _decode_all(request, await self._call_ranks("delta_sync_call_ranks", request))
-
-    async def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
+    async def _move_ranks(self, request: RankRequest[Any]) -> list[list[bytes] | None]:
         """Do ``PauseWatchdog.call_paused`` in every engine core: only during a pause.
 
         Returns:
-            an answer per rank; None if the pause of any engine had expired, and it did nothing. An engine whose
-            watchdog has already reached the version of a ``Revert`` counts as done.
+            encoded answers of the ranks, per engine; None if its pause had expired, and it did nothing. An engine
+            whose watchdog has already reached the version of a ``Revert`` counts as done.
         """
         several = len(self._engines) > 1
         # Check first, so that no engine begins a commit that another one can no longer do within its pause.
         if several and isinstance(request, protocol.Commit) and not await self._renew(self._pause_seconds):
-            return None
+            return [None]
         outcomes = await self._call_ranks("delta_sync_call_paused", request, self._pause_seconds)
         if several and isinstance(request, protocol.Revert) and None in outcomes:
-            described = await self._call_ranks("delta_sync_call_ranks", self._addressed(protocol.Describe()))
+            describe = protocol.Describe(adapter=self._adapter)
+            described = await self._call_ranks("delta_sync_call_ranks", describe)
             for engine, payloads in enumerate(described):
-                ranks = decode_answers(protocol.Describe(), payloads)
+                ranks = decode_answers(describe, payloads)
                 if outcomes[engine] is None and all(
                     isinstance(rank, protocol.RankState) and rank.version == request.version for rank in ranks
                 ):
                     outcomes[engine] = [protocol.encode_answer(protocol.Done())] * len(ranks)
-        return None if None in outcomes else _decode_all(request, outcomes)
+        return outcomes
 
     async def pause_engines(self, limit_s: float) -> int:
         """Pause every engine core for at most ``limit_s`` seconds, not counting the wait for requests in flight.
@@ -288,10 +319,8 @@ class ServerEnginePort:
         # If one engine refused, engines that run in step with it would wait for it.
         if len(self._engines) > 1 and any(await self._call_engines("delta_sync_sleeps")):
             return NOT_PAUSED
-        changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
-        request = asyncio.ensure_future(
-            self._call_engines("delta_sync_pause", self._pause_mode, self._prefix_cache, limit_s, *changed)
-        )
+        arguments = self._pause_arguments(self._pause_mode, limit_s)
+        request = asyncio.ensure_future(self._call_engines("delta_sync_pause", *arguments))
         try:
             # Mode ``wait`` lasts until the slowest engine has finished its requests in flight, so renew meanwhile.
             while not (await asyncio.wait({request}, timeout=limit_s / 3))[0]:
@@ -342,28 +371,21 @@ def _engine_error(error: Exception) -> EngineError:
     return EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
 
-class OfflineEnginePort:
+class OfflineEnginePort(_WatchedPort):
     """The ``EnginePort`` to an ``LLM`` object, used between two ``generate`` calls, when nothing runs."""
 
-    def __init__(self, llm: Any, settings: Settings, adapter: protocol.Adapter | None = None) -> None:
-        self._llm = llm
-        self._adapter = adapter
-        self._prefix_cache = settings.prefix_cache
-        self._pause_seconds = settings.pause_seconds
+    _serial_labels = False
 
-    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        if self._adapter is not None:
-            request = msgspec.structs.replace(request, adapter=self._adapter)
-        payload = encode_request(request)
-        if not request.paused:
-            return decode_answers(request, self._call_engine("delta_sync_call_ranks", payload))
-        try:
-            answers = self._call_engine("delta_sync_call_paused", payload, self._pause_seconds)
-        except EngineError as error:
-            raise WeightsLostError(f"{request.operation} has no outcome: {error.message}") from error
-        if answers is None:
-            raise EngineError(f"the pause expired before {request.operation}, so it was not done on every rank")
-        return decode_answers(request, answers)
+    def __init__(self, llm: Any, settings: Settings, adapter: protocol.Adapter | None = None) -> None:
+        super().__init__(settings, adapter)
+        self._llm = llm
+
+    def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        return decode_answers(request, self._ask("delta_sync_call_ranks", encode_request(request))[0])
+
+    def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
+        (answers,) = self._ask("delta_sync_call_paused", encode_request(request), self._pause_seconds)
+        return None if answers is None else decode_answers(request, answers)
 
     def pause(self) -> None:
         """See EnginePort.
@@ -374,38 +396,21 @@ class OfflineEnginePort:
         """
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are unfinished; call sync.to() between two generate() calls")
-        changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
-        _try_while_held(
-            lambda: self._call_engine("delta_sync_pause", "keep", self._prefix_cache, self._pause_seconds, *changed),
-            self.resume,
-        )
+        arguments = self._pause_arguments("keep", self._pause_seconds)
+        _try_while_held(lambda: int(self._ask("delta_sync_pause", *arguments)[0]), self.resume)
 
     def resume(self) -> bool:
-        return bool(self._call_engine("delta_sync_resume"))
-
-    def label(self, version: int | None, run: str | None) -> None:
-        label = version_label(version, serial=False)
-        self._call_engine("delta_sync_label", self._adapter_name, label, run, self._prefix_cache)
-
-    def label_paused(self, version: int | None, run: str | None) -> None:
-        """See EnginePort."""
-        label = version_label(version, serial=False)
-        if not self._call_engine("delta_sync_label_paused", self._adapter_name, label, run):
-            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
+        return any(self._ask("delta_sync_resume"))
 
     def end(self, reason: str) -> None:
         """Do nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""
 
-    @property
-    def _adapter_name(self) -> str | None:
-        return None if self._adapter is None else self._adapter.name
-
-    def _call_engine(self, method: str, *args: Any) -> Any:
-        """Call a utility method of the engine core, in its own process or in this one."""
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine core, in its own process or in this one."""
         client = self._llm.llm_engine.engine_core
         try:
             if hasattr(client, "call_utility"):
-                return ask_engine(client, method, *args)
-            return getattr(client.engine_core, method)(*args)
+                return [ask_engine(client, method, *args)]
+            return [getattr(client.engine_core, method)(*args)]
         except Exception as error:  # vLLM reports a worker's failure as a bare exception
             raise _engine_error(error) from error

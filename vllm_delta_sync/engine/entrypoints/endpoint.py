@@ -62,11 +62,10 @@ class EndpointPlugin:
         names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
         models, loop = getattr(state, "openai_serving_models", None), asyncio.get_running_loop()
         check_lora(engine_client.vllm_config, names, models)
-        turns = None
         if names:
-            turns = threading.RLock()
             reserve_names(models, names)
 
+        turns = threading.Lock()
         group, stopping = find_api_server_group(engine_client), watch_shutdown(engine_client)
         state.delta_sync_has_ended = lambda: stopping.is_set() or engine_client.errored
 
