@@ -116,8 +116,8 @@ def look_at_loaded(root: Path, engine: Any) -> list[bool]:
     loaded, moved = worker_model(engine).delta_sync_loaded, root / "moved"
     with open_run(str(root / "run")) as run:
         head, state = run.head(), run.snapshot(base=moved if moved.exists() else None)
-    fingerprints = [value.hex() for value in state.fingerprints]
-    return [loaded.run == head.run, loaded.version == head.version == VERSIONS, [*loaded.fingerprints] == fingerprints]
+    fingerprints = list(state.fingerprints)
+    return [loaded.run == head.run, loaded.version == head.version == VERSIONS, loaded.fingerprints == fingerprints]
 
 
 def look(llm: Any, checkpoint: Path) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from tests.support.world import World, expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.entrypoints import plugin
-from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader, LoadedVersion
+from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.engine.protocol import ClaimedVersion
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import BaseUnavailableError, DigestError, NotFoundError, SettingsError
 from vllm_delta_sync.format import manifest as keys
@@ -227,9 +228,9 @@ def load(model: Any, url: str, version: int) -> Any:
     """Load a version as this load format does in one engine."""
     run = open_run(url)
     manifest, state = run.manifest(version), run.snapshot(version)
-    fingerprints = tuple(value.hex() for value in state.fingerprints)
+    fingerprints = list(state.fingerprints)
     model.load_weights(drain_tensors(run, state))
-    model.delta_sync_loaded = LoadedVersion(manifest.run, url, version, fingerprints)
+    model.delta_sync_loaded = ClaimedVersion(manifest.run, url, version, fingerprints)
     return model
 
 

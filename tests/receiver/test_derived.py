@@ -25,11 +25,11 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.compat import load_hook, write_hooks
 from vllm_delta_sync.engine.compat.load_hook import is_runtime_state
 from vllm_delta_sync.engine.compat.speculation import folder_of
-from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model import load_record
 from vllm_delta_sync.engine.model.load_record import Process
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
+from vllm_delta_sync.engine.protocol import ClaimedVersion
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.settings import Settings
@@ -201,8 +201,8 @@ def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: 
     world = WorkedWorld(tmp_path)
     world.train(1, 2)
     run = open_run(world.url)
-    fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))).hex() for spec in run.table]
-    loaded = LoadedVersion(run.info.run, world.url, 2, tuple(fingerprints))
+    fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))) for spec in run.table]
+    loaded = ClaimedVersion(run.info.run, world.url, 2, fingerprints)
     world.models = world.fresh()
     for model in world.models:
         model.delta_sync_loaded = loaded

@@ -20,9 +20,8 @@ from tests.support.seeds import seeds
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
-from vllm_delta_sync.engine.protocol import Describe, unwrap
+from vllm_delta_sync.engine.protocol import ClaimedVersion, Describe, unwrap
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import (
     ChainError,
@@ -576,8 +575,7 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
         assert np.array_equal(found, right)
     server = Server(branch, branch.bits[3], ranks)
     for model in server.models:
-        fingerprints = tuple(value.hex() for value in state.fingerprints)
-        model.delta_sync_loaded = LoadedVersion(branch.run, branch.url, 3, fingerprints)
+        model.delta_sync_loaded = ClaimedVersion(branch.run, branch.url, 3, list(state.fingerprints))
     server.receiver.advance()
     assert (server.receiver.served_version, server.commits) == (3, 0)
     branch.grow(1)

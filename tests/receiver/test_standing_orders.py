@@ -17,10 +17,10 @@ from tests.support.modules import ModulePort
 from tests.support.seeds import seeds
 from tests.support.services import WAIT, wait_until
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.engine.protocol import ClaimedVersion
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.maintenance.tags import set_tag
@@ -43,9 +43,9 @@ class Life:
         self.port = ModulePort(*models_of(self.chain.bits[loaded]))
         if loaded:
             bits = self.chain.bits[loaded]
-            sums = tuple(fingerprint_tensor(spec.name, bits[at]).hex() for at, spec in enumerate(self.chain.table))
+            sums = [fingerprint_tensor(spec.name, bits[at]) for at, spec in enumerate(self.chain.table)]
             for rank in self.port.ranks:
-                rank.model.delta_sync_loaded = LoadedVersion(self.chain.run, self.chain.url, loaded, sums)  # type: ignore[attr-defined]
+                rank.model.delta_sync_loaded = ClaimedVersion(self.chain.run, self.chain.url, loaded, sums)  # type: ignore[attr-defined]
         service = ReceiverService(self.port, Settings(**{**self.settings, **settings}))
         self.services.append(service)
         service.start()

@@ -14,9 +14,8 @@ from tests.support.collision import same_fingerprint
 from tests.support.forge import FORGERIES
 from tests.support.trusted import Trusted
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.protocol import A, Poll, Progress, RankFailure, RankRequest
+from vllm_delta_sync.engine.protocol import A, ClaimedVersion, Poll, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import BaseUnavailableError, FormatError, NotFoundError, SignatureError
 from vllm_delta_sync.format import manifest as keys
@@ -186,8 +185,7 @@ def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> N
     world.server = Server(chain, chain.bits[2], 1, **world.settings)
     weights = ((spec.name, chain.bits[2][tensor].copy()) for tensor, spec in enumerate(chain.table))
     state = ModelState(chain.table, weights)
-    fingerprints = tuple(value.hex() for value in state.fingerprints)
-    loaded = LoadedVersion(chain.run, chain.url, 2, fingerprints)
+    loaded = ClaimedVersion(chain.run, chain.url, 2, list(state.fingerprints))
     world.server.models[0].delta_sync_loaded = loaded
     path = world.folder / keys.version_key(2)
     true = path.read_bytes()

@@ -4,7 +4,6 @@ import copy
 import gc
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.model_with_draft import load_weights
 from vllm_delta_sync.engine.names import LOAD_FORMAT
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.protocol import ClaimedVersion
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild, restore_version
 from vllm_delta_sync.errors import (
     ChainError,
@@ -36,21 +36,6 @@ from vllm_delta_sync.format.table import DRAFT_PREFIX
 from vllm_delta_sync.run.run_reader import parse_target
 from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings, load_settings
-
-
-@dataclass(frozen=True)
-class LoadedVersion:
-    """What was passed to a model's ``load_weights``; stored on the model as ``delta_sync_loaded``.
-
-    Attributes:
-        run: run id. url: the run's URL. version: version number.
-        fingerprints: hex, one per tensor of the run's table, in its order.
-    """
-
-    run: str
-    url: str
-    version: int
-    fingerprints: tuple[str, ...]
 
 
 def from_rank_0(value: Any) -> Any:
@@ -131,7 +116,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return super().create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Rebuild the version, pass every tensor to the model's ``load_weights``, and store a ``LoadedVersion`` on it.
+        """Rebuild the version, pass every tensor to the model's ``load_weights``, and note it as ``delta_sync_loaded``.
 
         A draft gets the version that the served model of this process was loaded with.
 
@@ -153,7 +138,6 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
                     f"this rank could rebuild version {held.version}, rank 0 another one; restart the server"
                 )
             DeltaSyncLoader.served = held, folder
-        fingerprints = tuple(value.hex() for value in state.fingerprints)
         tensors = drain_tensors(run, state)
         if drafts and not same_folder(model_config.model, folder):
             names = model.load_weights(self._own_checkpoint(model, model_config, tensors))
@@ -161,7 +145,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             names = load_weights(model, lambda: tensors)
         if names is not None and model_config.quantization is None:
             self._check_all_set(model, set(names))
-        model.delta_sync_loaded = LoadedVersion(held.run, run.bucket.url, held.version, fingerprints)
+        model.delta_sync_loaded = ClaimedVersion(held.run, run.bucket.url, held.version, state.fingerprints)
         del state
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)

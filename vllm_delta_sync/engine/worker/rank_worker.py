@@ -237,11 +237,8 @@ class RankWorker:
             return self._claimed
         if self.run is not None and self.version is not None:
             return protocol.ClaimedVersion(self.run.info.run, self.run.bucket.url, self.version, self.fingerprints)
-        loaded = getattr(self.model, "delta_sync_loaded", None)
-        if loaded is None:
-            return None
-        fingerprints = [Fingerprint.from_hex(value) for value in loaded.fingerprints]
-        return protocol.ClaimedVersion(loaded.run, loaded.url, loaded.version, fingerprints)
+        loaded: protocol.ClaimedVersion | None = getattr(self.model, "delta_sync_loaded", None)
+        return loaded
 
     def set_version(self, request: protocol.SetVersion) -> protocol.Done:
         """Store what the controller found out about all ranks together."""
