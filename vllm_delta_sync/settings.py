@@ -310,9 +310,6 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
         )
     settings = given.validated(Settings)
     check_bucket(settings.bucket)
-    if (settings.notice_key is None) != (settings.notice_server_key is None):
-        missing = "notice_key" if settings.notice_key is None else "notice_server_key"
-        raise SettingsError(f"setting {missing!r} is missing; set both notice_key and notice_server_key")
     return settings
 
 

@@ -15,7 +15,6 @@ from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, hear, hears_nothi
 from trainer_side import Publisher
 from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
-from vllm_delta_sync.settings import load_settings
 
 SECONDS = 1.0
 
@@ -192,9 +191,6 @@ def test_half_of_the_keys_is_refused(site: Site, tmp_path: Path) -> None:
         curve.client_keys(site.server, None)
     with pytest.raises(SettingsError, match="notice_key is missing"):
         curve.client_keys(None, public(site.server))
-    for name, missing in (("notice_key", "notice_server_key"), ("notice_server_key", "notice_key")):
-        with pytest.raises(SettingsError, match=f"setting '{missing}' is missing"):
-            load_settings({"bucket": "/x", name: "/key"}, {})
     with pytest.raises(SettingsError, match="notice_allowed is missing"):
         Publisher({}.items, str(tmp_path / "run"), notice=LOOPBACK, notice_key=site.trainer)
 

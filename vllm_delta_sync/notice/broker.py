@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from vllm_delta_sync.errors import NoticeError, SettingsError
+from vllm_delta_sync.errors import NoticeError
 from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES, LastValues
@@ -172,17 +172,16 @@ class Broker:
 def _keys(
     key: Path | None, publishers: Path | None, subscribers: Path | None, log: LogThrottle
 ) -> tuple[curve.KeyPair, curve.AllowList, curve.AllowList] | None:
-    given = {"--key": key, "--allowed-publishers": publishers, "--allowed-subscribers": subscribers}
-    if all(value is None for value in given.values()):
+    given = curve.all_or_none(
+        {"--key": key, "--allowed-publishers": publishers, "--allowed-subscribers": subscribers},
+        "a broker with CURVE needs its own secret certificate, and the public certificates of all publishers and of "
+        "all subscribers",
+    )
+    if not given:
         return None
-    if key is None or publishers is None or subscribers is None:
-        missing = next(name for name, value in given.items() if value is None)
-        raise SettingsError(
-            f"{missing} is missing: a broker with CURVE needs its own secret certificate, and the public certificates "
-            "of all publishers and of all subscribers"
-        )
+    own, publishers, subscribers = given
     return (
-        curve.load_secret(key, "--key"),
+        curve.load_secret(own, "--key"),
         curve.AllowList(publishers, "--allowed-publishers", log),
         curve.AllowList(subscribers, "--allowed-subscribers", log),
     )

@@ -5,6 +5,7 @@ of public certificates, or one file; ``CurveAuthenticator`` admits the clients o
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,21 +85,30 @@ def load_public(path: Path, what: str = "notice_server_key") -> bytes:
     return public
 
 
+def all_or_none(files: Mapping[str, str | Path | None], need: str) -> list[Path]:
+    """Return the files, by the names of what names them; none if none is given.
+
+    Raises:
+        SettingsError: only some are given; ``need`` says what for.
+    """
+    missing = [name for name, file in files.items() if file is None]
+    if missing and len(missing) < len(files):
+        raise SettingsError(f"{missing[0]} is missing: {need}")
+    return [Path(file) for file in files.values() if file is not None]
+
+
 def client_keys(key: Path | None, server_key: Path | None) -> tuple[KeyPair, bytes] | None:
     """Load a client's key pair and the server's public key; None if neither is given.
 
     Raises:
         SettingsError: only one of them is given, or as ``load_secret`` and ``load_public``.
     """
-    if key is None and server_key is None:
-        return None
-    if key is None or server_key is None:
-        missing = "notice_key" if key is None else "notice_server_key"
-        raise SettingsError(
-            f"{missing} is missing: encrypted notices need notice_key, the secret certificate of this side, and "
-            "notice_server_key, the public certificate of the publisher or broker"
-        )
-    return load_secret(key), load_public(server_key)
+    given = all_or_none(
+        {"notice_key": key, "notice_server_key": server_key},
+        "encrypted notices need notice_key, the secret certificate of this side, and notice_server_key, the public "
+        "certificate of the publisher or broker",
+    )
+    return (load_secret(given[0]), load_public(given[1])) if given else None
 
 
 def set_client_keys(socket: Socket, key_pair: KeyPair, server: bytes) -> None:

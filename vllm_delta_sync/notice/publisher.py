@@ -81,7 +81,7 @@ class NoticePublisher:
         self._outbox: deque[list[bytes]] = deque(maxlen=QUEUE_MESSAGES)
         self._last = LastValues(RUNS, repeat_seconds)
         self._end_reason: str | None = None
-        own, others = _keys(key, allowed, self._log)
+        keys = _keys(key, allowed, self._log)
         self._context = zmq.Context()
         self._wake = PollWaker()
         self._authenticator: curve.CurveAuthenticator | None = None
@@ -91,15 +91,15 @@ class NoticePublisher:
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
             if connects:
-                if own is not None and others is not None:
-                    curve.set_client_keys(self._socket, own, _single_key(others))
+                if keys is not None:
+                    curve.set_client_keys(self._socket, keys[0], _single_key(keys[1]))
                 self._connection = ReconnectingSocket(self._socket, address.removeprefix(CONNECT_PREFIX), self._log)
                 self._monitor = self._connection.monitor
                 self.address = address
             else:
-                if own is not None and others is not None:
-                    self._authenticator = curve.CurveAuthenticator(self._context, own, self._log)
-                    self._authenticator.require_keys(self._socket, DOMAIN, others)
+                if keys is not None:
+                    self._authenticator = curve.CurveAuthenticator(self._context, keys[0], self._log)
+                    self._authenticator.require_keys(self._socket, DOMAIN, keys[1])
                 self._monitor = HandshakeMonitor(self._socket, self._log, address, SERVER_FAILURES)
                 self.address = self._monitor.address = bind(self._socket, address)
         except BaseException:
@@ -210,16 +210,13 @@ def open_notices(
 
 def _keys(
     key: str | Path | None, allowed: str | Path | None, log: LogThrottle
-) -> tuple[curve.KeyPair | None, curve.AllowList | None]:
-    if key is None and allowed is None:
-        return None, None
-    if key is None or allowed is None:
-        missing = "notice_key" if key is None else "notice_allowed"
-        raise SettingsError(
-            f"{missing} is missing: encrypted notices need notice_key, the publisher's secret certificate, and "
-            "notice_allowed, the public certificates of the subscribers"
-        )
-    return curve.load_secret(Path(key)), curve.AllowList(Path(allowed), "notice_allowed", log)
+) -> tuple[curve.KeyPair, curve.AllowList] | None:
+    given = curve.all_or_none(
+        {"notice_key": key, "notice_allowed": allowed},
+        "encrypted notices need notice_key, the publisher's secret certificate, and notice_allowed, the public "
+        "certificates of the subscribers",
+    )
+    return (curve.load_secret(given[0]), curve.AllowList(given[1], "notice_allowed", log)) if given else None
 
 
 def _single_key(others: curve.AllowList) -> bytes:

@@ -16,6 +16,7 @@ from vllm_delta_sync.engine.names import LOAD_FORMAT, WORKER_EXTENSION
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import EngineError, StoreError, UsageError
 from vllm_delta_sync.logs import public_url
+from vllm_delta_sync.notice.curve import client_keys
 from vllm_delta_sync.run.model_files import write_files
 from vllm_delta_sync.settings import Settings, environment_name, load_settings
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
@@ -48,6 +49,7 @@ def serve_command(
     # Refused here: the server would find out only once the model is loaded.
     open_peers(chosen.store(), chosen.admin_token())
     chosen.keyring()
+    client_keys(chosen.notice_key, chosen.notice_server_key)
     patches.distribution_version()
     if not patches.has_command_metadata():
         raise EngineError(
