@@ -1,7 +1,7 @@
 """``Broker``: forwards notices between publishers and receivers that cannot reach each other; both connect to it.
 
 The broker verifies no signatures and knows no runs: it forwards short messages by topic. It keeps the last message of
-each topic and sends it to new subscribers.
+each topic and repeats it, also for subscribers that come when its publisher has gone.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ logger = guarded_logger(__name__)
 
 MAX_TOPICS = 1024
 MAX_BATCH = 256
-"""Messages of one side that are handled before those of the other side."""
+"""Messages that are handled before it is looked whether others wait for this thread."""
 PUBLISHERS_QUEUE = 256
 REPEAT_SECONDS = 2.0
 """Interval longer than that of publishers, so only the messages of absent publishers are repeated."""
@@ -78,10 +78,10 @@ class Broker:
         self.wakeup = self._wake.sender
         self._authenticator: curve.CurveAuthenticator | None = None
         self._monitors: list[HandshakeMonitor] = []
-        self._publisher_socket = open_socket(self._context, zmq.XSUB, MAX_FRAME_BYTES)
+        self._publisher_socket = open_socket(self._context, zmq.SUB, MAX_FRAME_BYTES)
         self._publisher_socket.setsockopt(zmq.RCVHWM, PUBLISHERS_QUEUE)
-        self._subscriber_socket = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
-        self._subscriber_socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._publisher_socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._subscriber_socket = open_socket(self._context, zmq.PUB, MAX_REQUEST_BYTES)
         try:
             if lists is not None:
                 own, sources, sinks = lists
@@ -91,7 +91,6 @@ class Broker:
                 self._authenticator.require_keys(self._subscriber_socket, "subscribers", sinks)
             self.publishers = self._open(self._publisher_socket, publishers)
             self.subscribers = self._open(self._subscriber_socket, subscribers)
-            self._publisher_socket.send(b"\x01")
         except BaseException:
             self.close()
             raise
@@ -103,8 +102,7 @@ class Broker:
             NoticeError: a socket failed.
         """
         poller = zmq.Poller()
-        sockets = (self._publisher_socket, self._subscriber_socket, *(monitor.socket for monitor in self._monitors))
-        for each in (*sockets, self._wake.fd):
+        for each in (self._publisher_socket, self._wake.fd, *(monitor.socket for monitor in self._monitors)):
             poller.register(each, zmq.POLLIN)
         if self._authenticator is not None:
             poller.register(self._authenticator.socket, zmq.POLLIN)
@@ -147,17 +145,12 @@ class Broker:
             self._authenticator.serve()
         for monitor in self._monitors:
             monitor.read()
-        requests = list(received(self._subscriber_socket, MAX_BATCH))
-        for frames in requests:
-            # Only subscriptions matter; ignore everything else from subscribers.
-            if frames[0][:1] == b"\x01":
-                self._last.resend_soon(frames[0][1:])
         messages = list(received(self._publisher_socket, MAX_BATCH))
         for frames in messages:
             self._pass_on(frames)
         for frames in self._last.due():
             self._subscriber_socket.send_multipart(frames, zmq.DONTWAIT)
-        return len(requests) == MAX_BATCH or len(messages) == MAX_BATCH
+        return len(messages) == MAX_BATCH
 
     def _pass_on(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not 0 < len(frames[0]) <= MAX_TOPIC_BYTES or len(frames[1]) > MAX_NOTICE_BYTES:

@@ -107,21 +107,10 @@ class NoticeVerifier:
 
 
 REPEAT_SECONDS = 1.0
-SOONEST_SECONDS = 0.02
-"""Minimum time between repetitions, so that a storm of new subscribers shares them."""
-
-
-@plain_dataclass(slots=True)
-class _LastEntry:
-    frames: list[bytes]
-    due: float
-    sent: float
 
 
 class LastValues:
-    """The last message of each topic, and when to send it again.
-
-    It is sent again to new subscribers, and to all every ``repeat_seconds``.
+    """The last message of each topic, which is sent again every ``repeat_seconds``, also for new subscribers.
 
     Args:
         topics: maximum number of topics; beyond it, the topic updated least recently is dropped.
@@ -130,32 +119,24 @@ class LastValues:
     def __init__(self, topics: int, repeat_seconds: float) -> None:
         self._topics = topics
         self._repeat = repeat_seconds
-        self._entries: OrderedDict[bytes, _LastEntry] = OrderedDict()
+        # By topic: the message, and when it is due.
+        self._entries: OrderedDict[bytes, tuple[list[bytes], float]] = OrderedDict()
 
     def put(self, frames: list[bytes]) -> None:
         """Keep a message that is being sent now; its first frame is the topic."""
-        now = time.monotonic()
-        self._entries[frames[0]] = _LastEntry(frames, now + self._repeat, now)
+        self._entries[frames[0]] = frames, time.monotonic() + self._repeat
         self._entries.move_to_end(frames[0])
         if len(self._entries) > self._topics:
             self._entries.popitem(last=False)
 
-    def resend_soon(self, prefix: bytes) -> None:
-        """Send the messages of topics with this prefix again soon, because of a new subscriber."""
-        for topic, entry in self._entries.items():
-            if topic.startswith(prefix):
-                entry.due = min(entry.due, entry.sent + SOONEST_SECONDS)
-
     def due(self) -> list[list[bytes]]:
         """Return the messages to send now, and count them as sent."""
         now = time.monotonic()
-        found = []
-        for entry in self._entries.values():
-            if entry.due <= now:
-                entry.due, entry.sent = now + self._repeat, now
-                found.append(entry.frames)
+        found = [frames for frames, due in self._entries.values() if due <= now]
+        for frames in found:
+            self._entries[frames[0]] = frames, now + self._repeat
         return found
 
     def next_at(self) -> float:
         """Return when the next message is due, by the monotonic clock; infinity if there is none."""
-        return min((entry.due for entry in self._entries.values()), default=float("inf"))
+        return min((due for _, due in self._entries.values()), default=float("inf"))

@@ -1,7 +1,6 @@
 """``NoticePublisher``: announces versions from the trainer."""
 
 import threading
-import time
 from collections import deque
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from vllm_delta_sync.notice.sockets import (
     check_port,
     error_text,
     open_socket,
-    received,
     wait_ms,
 )
 from vllm_delta_sync.trust.keyring import Keyring
@@ -34,8 +32,6 @@ CONNECT_PREFIX = "connect:"
 DOMAIN = "subscribers"
 RUNS = 32
 """Number of topics whose last message is repeated: two for each run."""
-MAX_REQUESTS = 256
-STORM_SECONDS = 0.01
 CLOSE_SECONDS = 5.0
 
 
@@ -43,8 +39,7 @@ class NoticePublisher:
     """Announces versions from a background thread, so that ``send`` never waits for subscribers.
 
     Each subscriber has a queue of 16 notices; a slow subscriber loses notices. The last notice of a run is sent again
-    to each new subscriber, and about every second to all. Any thread may call any method. Do not use it across
-    ``os.fork``.
+    about every second. Any thread may call any method. Do not use it across ``os.fork``.
 
     Attributes:
         address: when bound, with the actual port in place of ``*`` and ``0.0.0.0`` for all interfaces; when connecting,
@@ -87,8 +82,7 @@ class NoticePublisher:
         self._authenticator: curve.CurveAuthenticator | None = None
         self._connection: ReconnectingSocket | None = None
         self._monitor: HandshakeMonitor | None = None
-        self._socket = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket = open_socket(self._context, zmq.PUB, MAX_REQUEST_BYTES)
         try:
             if connects:
                 if keys is not None:
@@ -138,7 +132,7 @@ class NoticePublisher:
         poller = zmq.Poller()
         monitor = self._monitor and self._monitor.socket
         authenticator = self._authenticator and self._authenticator.socket
-        for each in (self._socket, self._wake.fd, monitor, authenticator):
+        for each in (self._wake.fd, monitor, authenticator):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
         try:
@@ -169,13 +163,6 @@ class NoticePublisher:
             self._monitor.read()
         if self._connection is not None:
             self._connection.reconnect_if_due()
-        requests = list(received(self._socket, MAX_REQUESTS))
-        for frames in requests:
-            if frames[0][:1] == b"\x01":
-                self._last.resend_soon(frames[0][1:])
-        if len(requests) == MAX_REQUESTS:
-            # In a storm of subscriptions, leave the interpreter to the trainer.
-            time.sleep(STORM_SECONDS)
         while self._outbox:
             frames = self._outbox.popleft()
             self._last.put(frames)
