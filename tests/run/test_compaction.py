@@ -570,7 +570,8 @@ def test_of_many_tags_a_few_are_read_at_a_time_and_each_once(tmp_path: Path) -> 
     for number in range(150):
         written.writer.tag(f"t{number}", 1, milestone=number == 0)
         os.utime(written.folder / side.tag_key(f"t{number}"), (number, number))
-    made, reads = [], []
+    made: list[str] = []
+    reads: list[int] = []
     with mock.patch.object(run := written.run, "tag", wraps=run.tag) as tag:
         for number in range(4):
             written.writer.tag("new", number)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from vllm_delta_sync.codec.raw import VALUES
 from vllm_delta_sync.errors import DataError, FormatError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.limits import check_limit
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import delta_context, object_limit
@@ -57,11 +57,11 @@ class HeatMap:
             self._elements[place_of(spec.name)] += spec.numel
         self._carried: dict[str, Counter[tuple[str, str]]] = {}
 
-    def read(self, newest: Iterable[Manifest]) -> dict[str, Any]:
+    def read(self, deltas: Mapping[int, str]) -> dict[str, Any]:
         """Return the map as JSON; reads the headers of deltas that were not read before.
 
         Args:
-            newest: manifests, newest first.
+            deltas: version → digest of its manifest, newest first.
 
         Returns:
             ``layers``, ``kinds`` and ``cells[kind][layer]``: the share of the cell's elements that a version changes,
@@ -72,47 +72,33 @@ class HeatMap:
         Raises:
             StoreError: the store failed.
         """
-        chosen: list[Manifest] = []
-        objects = 0
-        for manifest in newest:
-            objects += len(manifest.objects) if manifest.kind == "delta" else 0
-            if len(chosen) == HEAT_VERSIONS or objects > HEAT_OBJECTS:
-                break
-            if manifest.kind == "delta":
-                chosen.append(manifest)
-        lost = 0
         known, self._carried = self._carried, {}
-        counted = []
-        for manifest in chosen:
-            found = known[manifest.digest] if manifest.digest in known else self._read(manifest)
-            if found is None:
-                lost += 1
-                continue
-            self._carried[manifest.digest] = found
-            counted.append(manifest.version)
-        return {**self._cells(len(counted)), "versions": counted, "lost": lost}
+        for version, digest in deltas.items():
+            found = known[digest] if digest in known else self._read(version, digest)
+            if found is not None:
+                self._carried[digest] = found
+        counted = [version for version, digest in deltas.items() if digest in self._carried]
+        return {**self._cells(len(counted)), "versions": counted, "lost": len(deltas) - len(counted)}
 
-    def _read(self, manifest: Manifest) -> Counter[tuple[str, str]] | None:
+    def _read(self, version: int, digest: str) -> Counter[tuple[str, str]] | None:
         found: Counter[tuple[str, str]] = Counter()
-        context = delta_context(manifest)
-        if context is None:
-            return None
-
-        def count(ref: ObjectRef, context: DeltaContext = context) -> Counter[int]:
-            what = f"object {ref.key}"
-            check_limit(f"{what}: bytes", ref.bytes, object_limit(self._run.table), "object_limit")
-            return count_elements(
-                partial(self._run.bucket.get_range, ref.key), ref.bytes, self._run.table, context, what
-            )
-
         try:
-            for elements in read_ahead(count, manifest.objects):
+            manifest = self._run.manifest(version)
+            context = delta_context(manifest)
+            if context is None or manifest.digest != digest:
+                return None
+            for elements in read_ahead(partial(self._count, context), manifest.objects):
                 for tensor, carried in elements.items():
                     found[place_of(self._run.table[tensor].name)] += carried
         except DataError:
             # Removed, or the timeline shows the version; `delta-sync verify` says what is wrong with it.
             return None
         return +found
+
+    def _count(self, context: DeltaContext, ref: ObjectRef) -> Counter[int]:
+        what, read = f"object {ref.key}", partial(self._run.bucket.get_range, ref.key)
+        check_limit(f"{what}: bytes", ref.bytes, object_limit(self._run.table), "object_limit")
+        return count_elements(read, ref.bytes, self._run.table, context, what)
 
     def _cells(self, versions: int) -> dict[str, Any]:
         total: Counter[tuple[str, str]] = Counter()

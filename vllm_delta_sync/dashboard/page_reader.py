@@ -2,7 +2,7 @@
 
 import heapq
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.dashboard.heat_map import HEAT_VERSIONS, HeatMap
+from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, HeatMap
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.fleet.fleet import Fleet, Replica
 from vllm_delta_sync.format.documents import TAGS_PREFIX, Tag, tag_of_key
@@ -40,8 +40,9 @@ class VersionRow:
     """What is kept of a manifest.
 
     Attributes:
-        created: Unix time, None if the manifest names a time that does not exist. payload: bytes. full: those of the
-            model. share: of the elements that a delta changes; None for other kinds. reasons: of a quarantine.
+        created: Unix time, None if the manifest names a time that does not exist. payload: bytes of its ``objects``.
+            full: those of the model. share: of the elements that a delta changes; None for other kinds. reasons: of a
+            quarantine.
     """
 
     version: int
@@ -53,6 +54,7 @@ class VersionRow:
     codec: str | None
     created: float | None
     payload: int
+    objects: int
     full: int
     share: float | None
     reasons: tuple[str, ...]
@@ -72,6 +74,7 @@ class VersionRow:
             codec=manifest.codec,
             created=unix_time(manifest.created_at),
             payload=manifest.payload_bytes,
+            objects=len(manifest.objects),
             full=manifest.full_bytes,
             share=manifest.changed / manifest.total if manifest.total and manifest.kind == "delta" else None,
             reasons=tuple(reason[:MAX_TEXT] for reason in reasons[:MAX_REASONS]),
@@ -98,9 +101,8 @@ class PageReader:
 
     def _begin(self, run: Run) -> None:
         self._run = run
-        self._rows: dict[int, VersionRow] = {}
-        self._damaged: dict[int, DataError] = {}
-        self._newest: dict[int, Manifest] = {}
+        # By version: what its manifest says, or what is wrong with it.
+        self._found: dict[int, VersionRow | DataError] = {}
         self._tags: dict[ObjectInfo, Tag | None] = {}
         self._fleet = Fleet(run)
         self._heat = HeatMap(run) if self._heat_wanted else None
@@ -122,9 +124,11 @@ class PageReader:
         assert run is not None
         head, error = self._read_versions(run)
         self._fleet.poll()
-        receivers = [self._receiver(replica, head) for replica in [*self._fleet.live, *self._fleet.ended]]
-        damaged = sorted({**self._damaged, **self._unconnected()}.items(), reverse=True)
-        rows = [self._rows[version] for version in sorted(self._rows)]
+        rows = [found for _, found in sorted(self._found.items()) if isinstance(found, VersionRow)]
+        created = {row.version: row.created for row in rows}
+        receivers = [_receiver(replica, head, created) for replica in [*self._fleet.live, *self._fleet.ended]]
+        unread = {version: found for version, found in self._found.items() if isinstance(found, DataError)}
+        damaged = sorted({**unread, **_unconnected(rows)}.items(), reverse=True)
         return {
             "id": run.info.run,
             "url": public_url(run.bucket.url) if self._show_url else None,
@@ -161,7 +165,7 @@ class PageReader:
                 "newest": sum(row["live"] and row["behind"] == 0 for row in receivers),
             },
             "ignored": [text[:MAX_TEXT] for text in self._fleet.ignored[:MAX_DAMAGED]],
-            "heat": None if self._heat is None or head is None else self._heat.read(self._newest_down(head)),
+            "heat": None if self._heat is None or head is None else self._heat.read(_newest_deltas(rows)),
         }
 
     def _read_versions(self, run: Run) -> tuple[Manifest | None, DeltaSyncError | None]:
@@ -172,23 +176,18 @@ class PageReader:
             return None, None if is_empty(run) else missing
         except DataError as damage:
             return None, damage
-        known = self._rows.get(head.version)
-        if known is not None and known.digest != head.digest:
-            self._rows.clear()
-            self._damaged.clear()
+        known = self._found.get(head.version)
+        if isinstance(known, VersionRow) and known.digest != head.digest:
+            self._found.clear()
         first = max(0, head.version - self._last + 1)
-        self._rows = {version: row for version, row in self._rows.items() if first <= version <= head.version}
-        self._damaged = {version: found for version, found in self._damaged.items() if first <= version < head.version}
-        self._newest = {
-            v: found for v, found in self._newest.items() if head.version - HEAT_VERSIONS < v < head.version
-        }
-        known_versions = self._rows.keys() | self._damaged.keys()
-        wanted = [version for version in range(head.version - 1, first - 1, -1) if version not in known_versions]
-        wanted += heapq.nlargest(MAX_DAMAGED, self._damaged)
+        self._found = {version: found for version, found in self._found.items() if first <= version < head.version}
+        damaged = [version for version, found in self._found.items() if isinstance(found, DataError)]
+        wanted = [version for version in range(head.version - 1, first - 1, -1) if version not in self._found]
+        wanted += heapq.nlargest(MAX_DAMAGED, damaged)
         parsing, left = threading.Lock(), MAX_BAD_DOCUMENTS * run.document_limit
 
-        def read(version: int) -> Manifest | DataError | None:
-            """Return the manifest, or why it is bad; None once so many bytes were bad that this one is left for later.
+        def read(version: int) -> VersionRow | DataError | None:
+            """Return the row, or why it is bad; None once so many bytes were bad that this one is left for later.
 
             A hostile one takes many times its bytes of memory, and seconds, so they are parsed one at a time.
             """
@@ -202,40 +201,17 @@ class PageReader:
                     if left <= 0:
                         return None
                     size = len(data)
-                    return run.parsed_manifest(version, data)
+                    return VersionRow.of(run.parsed_manifest(version, data))
             except DataError as damage:
                 left -= size
                 # Its frames and causes hold what was read.
                 damage.__cause__ = damage.__context__ = None
                 return damage.with_traceback(None)
 
-        for version, found in zip(wanted, read_ahead(read, wanted), strict=True):
-            if isinstance(found, DataError):
-                self._damaged[version] = found
-            elif found is not None:
-                self._damaged.pop(version, None)
-                self._keep(found, head)
-        self._keep(head, head)
+        rows = zip(wanted, read_ahead(read, wanted), strict=True)
+        self._found |= {version: row for version, row in rows if row is not None}
+        self._found[head.version] = VersionRow.of(head)
         return head, error
-
-    def _unconnected(self) -> dict[int, DeltaSyncError]:
-        """Return the versions whose manifest does not follow the one before it."""
-        found: dict[int, DeltaSyncError] = {}
-        for version, row in self._rows.items():
-            before = self._rows.get(version - 1)
-            if before is not None and (why := broken_link(before, row)):
-                found[version] = ChainError(f"it {why}")
-        return found
-
-    def _keep(self, manifest: Manifest, head: Manifest) -> None:
-        self._rows[manifest.version] = VersionRow.of(manifest)
-        if self._heat is not None and manifest.version > head.version - HEAT_VERSIONS:
-            self._newest[manifest.version] = manifest
-
-    def _newest_down(self, head: Manifest) -> Iterator[Manifest]:
-        for version in range(head.version, head.version - HEAT_VERSIONS, -1):
-            if version in self._newest:
-                yield self._newest[version]
 
     def _read_tags(self, run: Run) -> list[dict[str, Any]]:
         """Return the newest tags; one that cannot be read is left out."""
@@ -254,21 +230,44 @@ class PageReader:
             {"name": tag.name, "version": tag.version} for tag in sorted(tags, key=lambda tag: (-tag.version, tag.name))
         ]
 
-    def _receiver(self, replica: Replica, head: Manifest | None) -> dict[str, Any]:
-        """Return a receiver, with the versions and the time between what it serves and the newest sound version."""
-        version, sound = replica.heartbeat.served, None if head is None else head.sound
-        served, newest = (None if number is None else self._rows.get(number) for number in (version, sound))
-        seconds = None
-        if served is not None and newest is not None and served.created is not None and newest.created is not None:
-            seconds = max(0.0, newest.created - served.created)
+
+def _unconnected(rows: list[VersionRow]) -> dict[int, DeltaSyncError]:
+    """Return the versions whose manifest does not follow the one before it."""
+    return {
+        row.version: ChainError(f"it {why}")
+        for before, row in pairwise(rows)
+        if row.version == before.version + 1 and (why := broken_link(before, row))
+    }
+
+
+def _newest_deltas(rows: list[VersionRow]) -> dict[int, str]:
+    """Return version → digest of the deltas that the heat map shows, newest first."""
+    chosen: dict[int, str] = {}
+    objects = 0
+    for row in reversed(rows[-HEAT_VERSIONS:]):
+        if row.kind == "delta":
+            objects += row.objects
+            if objects > HEAT_OBJECTS:
+                break
+            chosen[row.version] = row.digest
+    return chosen
+
+
+def _receiver(replica: Replica, head: Manifest | None, created: dict[int, float | None]) -> dict[str, Any]:
+    """Return a receiver, with the versions and the time between what it serves and the newest sound version.
+
+    Args:
+        created: of the versions that are shown.
+    """
+    seen, sound = replica.heartbeat, None if head is None else head.sound
+    behind = seconds = None
+    if seen.served is not None and sound is not None and head is not None:
         # One that serves exact versions only skips others, which the run does not tell.
-        seen = replica.heartbeat
-        skips = head is not None and (seen.following, seen.head, seen.lag) == ("head", head.version, 0)
-        return {
-            **replica.document(),
-            "behind": None if version is None or sound is None else 0 if skips else max(0, sound - version),
-            "behind_seconds": seconds,
-        }
+        skips = (seen.following, seen.head, seen.lag) == ("head", head.version, 0)
+        behind = 0 if skips else max(0, sound - seen.served)
+        served, newest = created.get(seen.served), created.get(sound)
+        seconds = None if served is None or newest is None else max(0.0, newest - served)
+    return {**replica.document(), "behind": behind, "behind_seconds": seconds}
 
 
 def _most_urgent(receivers: list[dict[str, Any]]) -> list[dict[str, Any]]:

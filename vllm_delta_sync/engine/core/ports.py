@@ -173,7 +173,8 @@ class ServerEnginePort(_WatchedPort):
 
     def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
         outcomes = self._run(self._move_ranks(request), self._pause_seconds + ANSWER_SECONDS)
-        return None if None in outcomes else _decode_all(request, outcomes)
+        answered = [payloads for payloads in outcomes if payloads is not None]
+        return _decode_all(request, answered) if len(answered) == len(outcomes) else None
 
     def pause(self) -> None:
         """See EnginePort. Mode ``wait`` lasts as long as the requests in flight.
