@@ -47,8 +47,8 @@ def doctor(options: argparse.Namespace) -> Report:
     server: whether it answers, has the plugin, follows the run, and receives notices. A check that needs one that
     failed is skipped.
 
-    Test objects are stored under doctor/ and removed at the end. If the doctor is killed, a run of it a day later
-    removes them.
+    Test objects are stored under doctor/ and removed at the end. What a doctor that was killed leaves there, readers
+    of the run ignore; delete it by hand.
 
     examples:
       delta-sync doctor --bucket hf://buckets/me/runs/a

@@ -4,7 +4,6 @@ Test objects have keys ``doctor/<32 hex digits>-<name>``; readers of a run ignor
 """
 
 import os
-import re
 import secrets
 import shutil
 import time
@@ -42,9 +41,6 @@ from vllm_delta_sync.units import rounded
 from vllm_delta_sync.urls import local_path
 
 PREFIX = "doctor/"
-STALE_SECONDS = 24 * 3600.0
-"""Age in seconds at which a test object must be from a doctor that was killed."""
-MOST_STALE = 1000
 SMALL_BYTES = 1000
 CLOCK_SECONDS = 60.0
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -54,8 +50,6 @@ SINGLE_WRITER = (
     "Run only one publisher at a time: if two writers create the same key at once, this store keeps the later "
     "one. A publisher reads back what it wrote, and stops if another writer replaced it"
 )
-
-_OWN = re.compile(re.escape(PREFIX) + r"[0-9a-f]{32}-[a-z]+")
 
 
 class BucketProbe:
@@ -136,12 +130,12 @@ class BucketProbe:
         began = time.perf_counter()
         try:
             self._put("small", b"overwritten next")
-            seconds = time.perf_counter() - began
+            ms = round(1000 * (time.perf_counter() - began), 2)
             self._bucket.get(self._key)
             self._put("small", self._data)
         except StoreError as error:
             return failed(error, READ_ONLY_REMEDY if is_refusal(error) else "")
-        return ok(f"a small object was written in {seconds * 1000:.1f} ms, and overwritten", ms=_milliseconds(seconds))
+        return ok(f"a small object was written in {ms} ms, and overwritten", ms=ms)
 
     def get(self) -> CheckResult:
         """Check whether an object reads back as it was put last, whole and in part."""
@@ -190,8 +184,7 @@ class BucketProbe:
         return warning(summary, SINGLE_WRITER, exclusive=False)
 
     def delete(self) -> CheckResult:
-        """Check whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
-        now = self._bucket.stat(self._key).modified
+        """Check whether a deleted object disappears at once."""
         self._bucket.delete(self._key)
         self._bucket.delete(self._key)
         try:
@@ -205,19 +198,7 @@ class BucketProbe:
                 f"a listing still shows {self._key!r} after it was deleted, so listings of this store lag; use a store "
                 "with consistent listings"
             )
-        removed = self._remove_stale(now)
-        more = f"; removed {removed} test objects of killed doctors" if removed else ""
-        return ok(f"a deleted object disappears at once{more}", stale_removed=removed)
-
-    def _remove_stale(self, now: float) -> int:
-        stale = [
-            info.key
-            for info in self._bucket.list(PREFIX)
-            if _OWN.fullmatch(info.key) and info.modified < now - STALE_SECONDS and not info.key.startswith(self._stem)
-        ][:MOST_STALE]
-        for key in stale:
-            self._bucket.delete(key)
-        return len(stale)
+        return ok("a deleted object disappears at once")
 
     def throughput(self) -> CheckResult:
         """Upload and download one large object, in bounded memory; with ``reads_only``, download one of the run's."""
@@ -411,8 +392,3 @@ def _timed(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def _milliseconds(seconds: float) -> float:
-    """Convert to milliseconds, rounded to two decimals like all figures."""
-    return round(1000 * seconds, 2)

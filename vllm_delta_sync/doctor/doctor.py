@@ -76,7 +76,7 @@ def examine(
         left = probe.clean_up()
         if left:
             summary = f"could not remove test objects from the bucket: {', '.join(left)}"
-            add("clean-up", warning(summary, "delta-sync doctor removes them when it runs a day later", left=left))
+            add("clean-up", warning(summary, "Delete them; readers of the run ignore them", left=left))
     if server is not None:
         served = ServerProbe(server, probe.run, probe.head, adapter)
         for name, call, needs in (

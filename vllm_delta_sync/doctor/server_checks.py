@@ -9,7 +9,7 @@ from vllm_delta_sync.server_client import NOT_LOADED, Reply, ServerStatus, ask, 
 
 WAIT_SECONDS = 5
 """Seconds that a server may take to catch up before it counts as lagging."""
-ADAPTER_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 QUIET_SECONDS = 30.0
 """Seconds without a notice after which notices count as lost; publishers and brokers repeat the last every 2 s."""
 HEALTHY = ("idle", "held", "staging", "draining", "committing", "verifying")
@@ -127,16 +127,11 @@ class ServerProbe:
         return ask(self._url, f"/delta_sync/status{query}")
 
     def _wait(self, version: int) -> None:
-        """Give the server time to serve a version, and read its status again."""
+        """Give the server time to serve a version."""
         deadline = time.monotonic() + WAIT_SECONDS
-        if self._adapter is None:  # the route knows no adapters
-            ask(self._url, f"/delta_sync/wait?version={version}&timeout={WAIT_SECONDS}")
-        while True:
+        while (self._served() or 0) < version and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
             self._status = self._ask_status().server_status
-            served = self._served()
-            if self._adapter is None or (served or 0) >= version or time.monotonic() >= deadline:
-                return
-            time.sleep(ADAPTER_POLL_SECONDS)
 
     def _skips_to(self, head: int) -> bool:
         """Return whether the server has seen the head and serves the newest version that it may."""
