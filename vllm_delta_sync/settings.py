@@ -351,11 +351,6 @@ class _RawSettings:
         for variable, text in environment.items():
             if variable.startswith(ENV_PREFIX) and variable not in NO_SETTINGS:
                 name = variable.removeprefix(ENV_PREFIX).lower()
-                if name not in ClientSettings.model_fields:
-                    raise SettingsError(
-                        f"environment variable {variable} is not a setting; known are "
-                        + ", ".join(environment_name(known) for known in ClientSettings.model_fields)
-                    )
                 if text or name not in _EMPTY_IS_UNSET:
                     given._add(name, text, f"environment variable {variable}")
         for name, value in (overrides or {}).items():

@@ -114,7 +114,7 @@ def test_an_unknown_name_is_an_error_of_every_command(world: KeyedRun) -> None:
         assert refused["kind"] == "settings"
         assert all(word in refused["message"] for word in ("'trusted_key'", "settings.toml", "trusted_keys"))
         refused = refusal(*arguments_of(command, world), code=2, **known, DELTA_SYNC_TRUSTED_KEY="x")
-        assert "DELTA_SYNC_TRUSTED_KEY is not a setting" in refused["message"]
+        assert "'trusted_key' is unknown (in environment variable DELTA_SYNC_TRUSTED_KEY)" in refused["message"]
 
 
 @pytest.mark.parametrize("name", ["trusted_keys", "signing_key"])
@@ -215,7 +215,7 @@ def test_commands_talk_to_the_store_that_the_file_names(tmp_path: Path, monkeypa
 def test_a_setting_that_does_not_fit_is_named(tmp_path: Path) -> None:
     for words, environment in (
         ("'bucket' is missing", {}),
-        ("DELTA_SYNC_BUKET is not a setting", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_BUKET": "/y"}),
+        ("environment variable DELTA_SYNC_BUKET", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_BUKET": "/y"}),
         ("'poll_seconds' is '0'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_POLL_SECONDS": "0"}),
         ("'pause_mode' is 'stop'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_PAUSE_MODE": "stop"}),
         ("'notice' is '5555'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_NOTICE": "5555"}),
