@@ -257,16 +257,7 @@ class RankWorker:
         target, current = update.target.version, request.current
         if current != self.version:
             raise ChainError(f"version {target} is to follow version {current}; here is {self.version}")
-        timer = PhaseTimer()
-        stamp = self._weights_stamp()
-        patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
-        rescanned = self._rescan(routes, request.rescan)
-        timer.tick("rescan")
-        # Last: what came before may need the device's memory for a moment.
-        patch.prepare(routes)
-        timer.tick("route")
-        self._staged, self._staged_stamp = patch, stamp
-        return _staged_answer(patch, timer.ms, rescanned)
+        return self._stage(update, run, routes, request.rescan)
 
     def repair(self, request: protocol.Repair) -> protocol.Staged:
         """Stage a version from any state of the weights, even after external writes.
@@ -280,13 +271,20 @@ class RankWorker:
         # From here the weights are no version: no commit returns to them, and none waits to be confirmed.
         self.version, self.confirmed, self.external_writer, self._staged = None, True, None, None
         self._undo_log.clear()
-        timer = PhaseTimer()
-        rebuilt = UpdatePlan(target, rebuild=True)
-        stamp = self._weights_stamp()
-        patch = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        return self._stage(UpdatePlan(target, rebuild=True), run, routes, [])
+
+    def _stage(self, update: UpdatePlan, run: Run, routes: RouteMap, rescan: list[int]) -> protocol.Staged:
+        timer, stamp = PhaseTimer(), self._weights_stamp()
+        patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        rescanned = self._rescan(routes, rescan)
+        timer.tick("rescan")
+        # Last: what came before may need the device's memory for a moment.
         patch.prepare(routes)
+        timer.tick("route")
         self._staged, self._staged_stamp = patch, stamp
-        return _staged_answer(patch, timer.ms, self._rescan(routes, []))
+        return protocol.Staged(
+            patch.version, patch.declared, patch.nbytes, patch.elements, timer.ms, store_usage(), rescanned
+        )
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
         """Return the run followed (None), or another run by its URL and the digest of its run.json."""
@@ -482,7 +480,3 @@ def _compile_loops(elements: Collection[DType]) -> None:
         merge.warm_up(elements)
     except Exception:  # whatever cannot be compiled raises again where it is used, which reports it
         logger.exception("the loops for a run's versions could not be compiled in advance")
-
-
-def _staged_answer(patch: StagedPatch, ms: dict[str, float], rescanned: protocol.Scanned) -> protocol.Staged:
-    return protocol.Staged(patch.version, patch.declared, patch.nbytes, patch.elements, ms, store_usage(), rescanned)
