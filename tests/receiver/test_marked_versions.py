@@ -166,11 +166,11 @@ def test_lag_counts_to_what_would_be_served(quarantined: MarkedChain) -> None:
 def test_skipped_versions_are_named_once(quarantined: MarkedChain, said: pytest.LogCaptureFixture) -> None:
     server = Server(quarantined, quarantined.bits[0])
     for played, line in (
-        ("", f"version 6 is quarantined and skipped: {REASON!r}"),
+        ("", f"quarantined and skipped: version 6: {REASON!r}"),
         ("", None),
-        ("!!", f"versions 7 to 8 are quarantined and skipped: {REASON!r}"),
+        ("!!", f"quarantined and skipped: version 7 to 8: {REASON!r}"),
         (".", None),
-        ("!", f"version 10 is quarantined and skipped: {REASON!r}"),
+        ("!", f"quarantined and skipped: version 10: {REASON!r}"),
     ):
         quarantined.play(played)
         said.clear()
@@ -312,7 +312,7 @@ def test_cold_start_loads_the_newest_that_is_not_marked(
 ) -> None:
     run = open_run(chain.url)
     assert newest_good_manifest(run, mark.skipping).version == 5
-    assert (f"version 6 is quarantined and skipped: {REASON!r}" in said.text) is (mark is QUARANTINED)
+    assert (f"quarantined and skipped: version 6: {REASON!r}" in said.text) is (mark is QUARANTINED)
     assert newest_good_manifest(run, mark.serving).version == 6
     chain.lose(5)
     for policy, version in ((mark.skipping, 2), (mark.serving, 4)):
