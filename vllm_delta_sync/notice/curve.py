@@ -128,8 +128,6 @@ class AllowList:
         self._path = path
         self._what = what
         self._log = log
-        self._seen: list[tuple[Path, int, int, int]] = []
-        self._keys: frozenset[bytes] = frozenset()
         self._seen = self._scan()
         self._keys = frozenset(load_public(file, what) for file, *_ in self._seen)
         if not self._keys:

@@ -84,6 +84,15 @@ class _ClientGoneError(Exception):
     """The client has closed the connection of a request that waits."""
 
 
+OUTCOMES = {
+    UsageError: "malformed",
+    UnreachableError: "unreachable",
+    VersionError: "version",
+    _ClientGoneError: "gone",
+}
+"""How waiting ended, of ``metrics.OUTCOMES``; all other errors mean ``late``."""
+
+
 class _ReadAhead:
     """A request's ``receive`` that can be asked, before the application reads, whether the client is still there.
 
@@ -183,17 +192,8 @@ class Admission:
                 served = version
             outcome = "served"
             return served, exact
-        except UsageError:
-            outcome = "malformed"
-            raise
-        except UnreachableError:
-            outcome = "unreachable"
-            raise
-        except VersionError:
-            outcome = "version"
-            raise
-        except _ClientGoneError:
-            outcome = "gone"
+        except Exception as error:
+            outcome = next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), outcome)
             raise
         finally:
             metrics.observe_admission(outcome, time.monotonic() - began)

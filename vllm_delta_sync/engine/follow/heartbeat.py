@@ -4,7 +4,6 @@ It informs garbage collection, clients that wait for a version, and operators. F
 that may not write, or whose clock or disk fails, still follows the run.
 """
 
-import contextlib
 import threading
 import time
 from typing import Any
@@ -61,11 +60,6 @@ class HeartbeatWriter:
                     logger.exception("writing the heartbeat of %r failed unexpectedly; it will be retried", self._id)
                 stop.wait(SPACING_SECONDS)
             self._notified.wait(max(0.0, self._due - time.monotonic()))
-        # If the last state cannot be read, the farewell is written with the content before.
-        with contextlib.suppress(Exception):
-            last = self._content()
-            if self._last_content is not None and self._last_content[0] is last[0]:
-                self._last_content = last
         self._write_ended()
 
     def _spacing(self) -> float:
