@@ -162,31 +162,23 @@ class Receiver:
                 f"this server is held at version {self.served_version}; POST /delta_sync/release to follow again"
             )
         before = self.board.served
+        # A hold that came before any version was served keeps the first version that is.
+        stays, explicit = self.board.holding and version is None, version is not None or self.settings.target != HEAD
         try:
             with self._reporting_errors():
                 self.goal_version = self._newest_allowed() if version is None else version
                 position = self._ensure_position()
                 target = self._resolve_followed_target() if version is None else version
-                # A hold that came before any version was served keeps the first version that is.
-                stays = self.board.holding and version is None
-                self.goal_version = target
-                explicit = version is not None or self.settings.target != HEAD
-                self.planner.requested_version = target if explicit else None
                 if self.served_version is None or (self.served_version < target and not stays):
-                    self.history.check_fresh()
-                while self.served_version is None or (self.served_version < target and not stays and not until()):
-                    self._updater.commit_next(position, target, overruled)
-                    position = self._served_position() or position
+                    self._move_to(position, target, lambda: stays or until(), overruled, explicit)
                 if version is None:
                     self._check_served_in_bucket()
-                if version is None and self.settings.target == HEAD and stopped_by is not None:
+                if stopped_by is not None and not explicit:
                     raise stopped_by
-            if version is not None:
-                self._pending_order = None
             self._mark_healthy()
         finally:
             # Also after a failure: a hold stays at what is served now, the first version or one on the way.
-            if version is not None and self.board.served is not before:
+            if version is not None and (self.served_version == version or self.board.served is not before):
                 self._pending_order = None
             self._save_order()
 
@@ -197,30 +189,21 @@ class Receiver:
             DeltaSyncError: the failure that the next ``advance`` would meet too.
         """
         stopped_by = self._poll()
-        try:
-            with self._reporting_errors():
-                if self.served_version is not None:
-                    self._updater.check_external_writes()
-                elif self._unmatched_run != self.run_id:
-                    self._identify()
-                self._check_served_in_bucket()
-                if stopped_by is not None:
-                    raise stopped_by
-        except BusyError:
-            # The engine is asleep, which is no error here.
-            self.board.settle(error=None)
-            return
+        with self._reporting_errors(may_sleep=True):
+            if self.served_version is not None:
+                self._updater.check_external_writes()
+            elif self._unmatched_run != self.run_id:
+                self._identify()
+            self._check_served_in_bucket()
+            if stopped_by is not None:
+                raise stopped_by
         self._mark_healthy()
 
     def check_served(self) -> None:
         """Check for external writes to the weights that are served; for times in which no version is committed."""
         self._require_usable()
-        try:
-            with self._reporting_errors():
-                self._updater.check_external_writes()
-        except BusyError:
-            # The engine is asleep, which is no error here.
-            self.board.settle(error=None)
+        with self._reporting_errors(may_sleep=True):
+            self._updater.check_external_writes()
 
     def repair(self) -> None:
         """Restore the version served before, held or not, if weights were changed from outside (``can_repair``)."""
@@ -499,13 +482,26 @@ class Receiver:
             self.board.set(served=position.manifest, invalidated=False, error=None)
         return position
 
-    def _move_to(self, position: WeightPosition | None, target: int, until: Callable[[], bool] = lambda: False) -> None:
-        """Go to a version that was requested explicitly, forward or back."""
-        self.goal_version = self.planner.requested_version = target
+    def _move_to(
+        self,
+        position: WeightPosition | None,
+        target: int,
+        until: Callable[[], bool] = lambda: False,
+        overruled: Callable[[], bool] = lambda: False,
+        explicit: bool = True,
+    ) -> None:
+        """Go to a version, forward or back.
+
+        Args:
+            until, overruled: see ``advance``; ``until`` is checked after each commit.
+            explicit: whether the version was named, so that it may be quarantined.
+        """
+        self.goal_version = target
+        self.planner.requested_version = target if explicit else None
         while self.served_version != target:
             if self.served_version is None or self.served_version < target:
                 self.history.check_fresh()
-            self._updater.commit_next(position, target)
+            self._updater.commit_next(position, target, overruled)
             position = self._served_position() or position
             if until():
                 return
@@ -615,11 +611,18 @@ class Receiver:
             self.board.report_error(self.history.expired)
 
     @contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """Show an error raised in the block in the status, and settle the state at its end."""
+    def _reporting_errors(self, may_sleep: bool = False) -> Iterator[None]:
+        """Show an error raised in the block in the status, and settle the state at its end.
+
+        Args:
+            may_sleep: whether the block just ends where the engine is asleep.
+        """
         try:
             yield
         except DeltaSyncError as error:
+            if may_sleep and isinstance(error, BusyError):
+                self.board.settle(error=None)
+                return
             self.fail(error)
             raise
         finally:
