@@ -143,6 +143,14 @@ def write_atomically(path: Path, data: bytes, part: Path, mode: int | None = Non
         raise
 
 
+def make_own_folder(path: Path) -> None:
+    """Make a folder of this user unless it is there. Raises OSError: it cannot be made, or is of another user."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {owner}, this process runs as user {os.geteuid()}")
+
+
 def sync_path(path: Path) -> None:
     """Make a folder's new, replaced and removed names durable, or a file's content, however it was written."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

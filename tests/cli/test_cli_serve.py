@@ -184,7 +184,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path: Path, serve: Command) ->
     folder.mkdir(parents=True)
     os.chown(folder, 65534, 65534)
     said = serve.refused(4, "--bucket", url, "--cache-dir", str(tmp_path / "cache"))
-    assert "belongs to user 65534, and this process is user 0; set cache_dir to a folder of this user" in said
+    assert "belongs to user 65534, this process runs as user 0; set cache_dir to another one" in said
     assert list(folder.iterdir()) == []
 
 

@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_delta_sync.durable_files import make_own_folder
+
 STALE_SECONDS = 24 * 3600.0
 """An unfinished download of this age is removed."""
 
@@ -47,10 +49,7 @@ class CacheFolder:
 
     def prepare(self) -> None:
         """Create the directory. Raises PermissionError if it belongs to another user."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = self.path.stat().st_uid
-        if owner != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it belongs to user {owner}, this process runs as user {os.geteuid()}")
+        make_own_folder(self.path)
 
     def identity(self) -> str:
         """Return a name of this directory that is the same for all processes on this machine, and no other's."""

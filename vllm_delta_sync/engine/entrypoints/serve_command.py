@@ -3,12 +3,12 @@
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.bucket.factory import open_peers
 from vllm_delta_sync.client import open_run
+from vllm_delta_sync.durable_files import make_own_folder
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import FLAGS_WITHOUT_PLUGINS, check_front_end
 from vllm_delta_sync.engine.logger import logger
@@ -99,7 +99,12 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
                 f"alone: give MODEL, a folder with {CONFIG_NAME} and tokenizer, or let the publisher begin a run with "
                 "files="
             )
-        _make_own(folder)
+        try:
+            make_own_folder(folder)
+        except OSError as error:
+            raise StoreError(
+                f"folder {str(folder)!r} cannot be used: {error.strerror}; set cache_dir to another one"
+            ) from error
         write_files(run, folder)
     if missing_files(names) and not {"--tokenizer", "--skip-tokenizer-init"} & set(flags):
         logger.warning(
@@ -110,22 +115,6 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
         # Otherwise the folder would become the model's name.
         arguments += ["--served-model-name", public_url(settings.bucket).rstrip("/").rpartition("/")[2]]
     return str(folder), arguments
-
-
-def _make_own(folder: Path) -> None:
-    """Create a folder of this user. Raises StoreError: it cannot be created, or belongs to another user."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = folder.stat().st_uid
-    except OSError as error:
-        raise StoreError(
-            f"folder {str(folder)!r} cannot be created: {error.strerror}; set cache_dir to another folder"
-        ) from error
-    if owner != os.geteuid():
-        raise StoreError(
-            f"folder {str(folder)!r} belongs to user {owner}, and this process is user {os.geteuid()}; set cache_dir "
-            "to a folder of this user"
-        )
 
 
 def _flag_of(argument: str) -> str:
