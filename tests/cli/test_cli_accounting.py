@@ -56,8 +56,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Written:
     written.tag("best", 3)
     written.claim()
     written.bucket.put(object_key("ab" * 32), b"left by a crash")
-    write_heartbeat(written.run, "r1", 7, 9, seconds=300)
-    write_heartbeat(written.run, "r2", None, None, seconds=300)
+    write_heartbeat(written.run, "r1", 7, target=9, seconds=300)
+    write_heartbeat(written.run, "r2", None, seconds=300)
     return written
 
 

@@ -82,7 +82,7 @@ def lay(grown: Grown, heartbeats: list[tuple[int, int | None, int]]) -> list[tup
     count = grown.newest + 1
     laid = [(served % count, None if target is None else target % count, s) for served, target, s in heartbeats]
     for number, (served, target, seconds) in enumerate(laid):
-        write_heartbeat(grown.run_, f"r{number}", served, target, seconds=seconds)
+        write_heartbeat(grown.run_, f"r{number}", served, target=target, seconds=seconds)
     return laid
 
 

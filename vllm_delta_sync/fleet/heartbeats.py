@@ -98,16 +98,14 @@ def write_heartbeat(
     run: RunReader,
     receiver_id: str,
     served: int | None,
-    target: int | None = None,
-    pins: list[int] | None = None,
     seconds: int = 600,
     **more: Any,
 ) -> Heartbeat:
     """Write a receiver's heartbeat, replacing its former one. Repeat this well before ``seconds`` have passed.
 
     Args:
-        served: version served; None before it is identified. target: version that the receiver is moving to.
-        pins: further versions to keep readable. seconds: its validity. more: other fields of ``Heartbeat``.
+        served: version served; None before it is identified. seconds: its validity.
+        more: other fields of ``Heartbeat``.
 
     Raises:
         UsageError: the id is not a valid name, or a value is out of bounds. StoreError: the store failed.
@@ -118,8 +116,6 @@ def write_heartbeat(
             run=run.info.run,
             receiver=receiver_id,
             served=served,
-            target=target,
-            pins=[] if pins is None else pins,
             seconds=seconds,
             created_at=timestamp(),
             **more,
