@@ -1,5 +1,6 @@
 """``SmallServer`` and ``SmallHandler``: what the servers of ``delta-sync dashboard`` and ``mirror`` share."""
 
+import ipaddress
 import socket
 import threading
 import time
@@ -14,6 +15,15 @@ REQUEST_SECONDS = 10.0
 """Longest time for a client to send its request, and to take a part of the answer."""
 MAX_CONNECTIONS = 512
 """Connections beyond are closed at once."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is an address of this machine's loopback; a name is none."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class SmallServer(ThreadingTCPServer):

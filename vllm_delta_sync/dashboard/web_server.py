@@ -1,12 +1,11 @@
 """``DashboardServer`` serves the page and its document over HTTP, for ``delta-sync dashboard``; it only reads."""
 
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.dashboard.page import harmless_json, live_page, page_headers
-from vllm_delta_sync.http_server import SmallHandler, SmallServer
+from vllm_delta_sync.http_server import SmallHandler, SmallServer, is_loopback
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -16,7 +15,7 @@ class DashboardServer(SmallServer):
 
     def __init__(self, host: str, port: int, overview: Callable[[], dict[str, Any]]) -> None:
         self.overview = overview
-        self.loopback = _is_loopback(host)
+        self.loopback = host == "localhost" or is_loopback(host)
         super().__init__(host, port, _Handler)
 
     @property
@@ -48,11 +47,4 @@ class _Handler(SmallHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             return True
-        return self.server.loopback and not _is_loopback(host)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return self.server.loopback and host != "localhost" and not is_loopback(host)

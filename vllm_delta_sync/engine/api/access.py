@@ -1,7 +1,6 @@
 """``GuardedRoute`` checks access to the routes under ``/delta_sync``, limits bodies, and formats answers and errors."""
 
 import asyncio
-import ipaddress
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,6 +26,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
+from vllm_delta_sync.http_server import is_loopback
 
 MAX_BODY_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
@@ -160,7 +160,7 @@ def refusal(request: Request) -> AdminRefused | None:
             return None
         return AdminRefused("the admin token is missing or wrong; send Authorization: Bearer TOKEN", 401)
     remedy = "set admin_token_file or DELTA_SYNC_ADMIN_TOKEN"
-    if not _is_loopback(request.client.host if request.client else ""):
+    if not is_loopback(request.client.host if request.client else ""):
         return AdminRefused(f"no admin token is set, so only this machine may call this; {remedy}")
     # A proxy on this machine makes every client look local. One that adds no header usually speaks HTTP/1.0.
     proxied = any(PROXY_HEADERS.fullmatch(name.lower().replace("_", "-")) for name in request.headers)
@@ -215,15 +215,6 @@ def _explain(error: RequestValidationError) -> BadRequest:
     return BadRequest(f"{field[:80]!r}: {str(problem['msg'])[:200]}")
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None)
-        return (mapped or address).is_loopback
-    except ValueError:
-        return False
-
-
 def _names_loopback(host: str) -> bool:
     found = _HOST.fullmatch(host.strip(" \t").lower())
-    return found is not None and (found["name"] == "localhost" or _is_loopback(found["address"] or found["name"]))
+    return found is not None and (found["name"] == "localhost" or is_loopback(found["address"] or found["name"]))
