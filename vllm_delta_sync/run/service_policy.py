@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class ServicePolicy:
     requested: int | None = None
 
     @classmethod
-    def of_settings(cls, quarantined: str, require_exact: bool) -> "ServicePolicy":
-        """Return the policy that a server's settings of these names mean."""
-        return cls(quarantined == "serve", require_exact)
+    def of_settings(cls, settings: Settings) -> "ServicePolicy":
+        """Return the policy of a server."""
+        return cls(settings.quarantined == "serve", settings.require_exact)
 
 
 def may_be_served(manifest: Manifest, policy: ServicePolicy) -> bool:

@@ -5,13 +5,13 @@ vLLM's API server knows an adapter once the first version of its run is served, 
 """
 
 import asyncio
-from contextlib import suppress
 from hashlib import sha256
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
 
+from vllm_delta_sync.engine.api.api_servers import call_soon
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.observe.status import StatusBoard
@@ -73,11 +73,7 @@ def announce(models: Any, adapter: Adapter, board: StatusBoard, loop: asyncio.Ab
         elif models.lora_requests.get(adapter.name) is not request:
             models.lora_requests[adapter.name] = request
 
-    def changed() -> None:
-        with suppress(RuntimeError):  # the loop is closed: this process is ending
-            loop.call_soon_threadsafe(update)
-
-    board.watch(changed)
+    board.watch(lambda: call_soon(loop, update))
 
 
 def reserve_names(models: Any, names: list[str]) -> None:

@@ -142,7 +142,7 @@ class Admission:
         wish = {
             name: values
             for name in (MIN_VERSION_HEADER, VERSION_HEADER)
-            if (values := [value for key, value in scope["headers"] if _is(key, name)])
+            if (values := [value for key, value in scope["headers"] if key.lower() == name.lower().encode()])
         }
         if path not in VERSIONED_PATHS and not (wish and _may_compute(scope, path)):
             await self._app(scope, receive, send)
@@ -281,10 +281,6 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, error: DeltaSyncEr
             await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": error.message[:MAX_REASON]})
             return
     await answer_error(error)(scope, receive, send)
-
-
-def _is(key: bytes, name: str) -> bool:
-    return key.lower() == name.lower().encode()
 
 
 def _route_of(scope: Scope) -> str | None:

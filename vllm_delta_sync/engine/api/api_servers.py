@@ -235,7 +235,7 @@ class LeaderServer:
         self._group.socket.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, self._group.socket, limit=LONGEST_LINE)
         loop = asyncio.get_running_loop()
-        self._service.receiver.board.watch(lambda: _call_soon(loop, self._notify_followers))
+        self._service.receiver.board.watch(lambda: call_soon(loop, self._notify_followers))
 
     def _notify_followers(self) -> None:
         for changed in self._changed_events:
@@ -407,7 +407,8 @@ Serving = LeaderElection | ReceiverService
 """What answers requests about a receiver, in this process or in another one."""
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Make a call in an event loop, from any thread; nothing if the loop is closed."""
     with suppress(RuntimeError):  # the loop is closed: this process is ending
         loop.call_soon_threadsafe(call)
 

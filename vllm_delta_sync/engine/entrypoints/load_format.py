@@ -35,7 +35,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import DRAFT_PREFIX
 from vllm_delta_sync.run.run_reader import parse_target
 from vllm_delta_sync.run.service_policy import ServicePolicy
-from vllm_delta_sync.settings import HEAD, Settings, load_settings
+from vllm_delta_sync.settings import HEAD, load_settings
 
 
 def from_rank_0(value: Any) -> Any:
@@ -132,7 +132,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             state = restore_version(run, held, folder)
         else:
             chosen, folder = self._agree_on_version(), model_config.model
-            held, state = rebuild(run, chosen, folder, _policy(load_settings()))
+            held, state = rebuild(run, chosen, folder, ServicePolicy.of_settings(load_settings()))
             if from_rank_0(held.version) != held.version:
                 raise EngineError(
                     f"this rank could rebuild version {held.version}, rank 0 another one; restart the server"
@@ -189,7 +189,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         order = peek_order(settings)
         target = order.target if order is not None and order.target is not None else settings.target
         trusted_head = TrustedHead(settings, run.keyring, writes=False)
-        head = newest_good_manifest(run, _policy(settings), trusted_head)
+        head = newest_good_manifest(run, ServicePolicy.of_settings(settings), trusted_head)
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
         if version is None and target == HEAD:
@@ -210,7 +210,3 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             raise TensorMismatchError(
                 f"run {self.run.info.run} lacks weights of this model; does config.json belong to the run? {error}"
             ) from error
-
-
-def _policy(settings: Settings) -> ServicePolicy:
-    return ServicePolicy.of_settings(settings.quarantined, settings.require_exact)

@@ -53,7 +53,7 @@ class HeartbeatWriter:
                 break
             try:
                 if self.write_if_due() or self._failed:
-                    stop.wait(self._spacing())
+                    stop.wait(max(SPACING_SECONDS, self._receiver.history.run.bucket.overwrite_seconds))
             except Exception:  # the thread must survive any bug, or the heartbeat would end unnoticed
                 self._due = time.monotonic() + self._seconds / 3
                 if self._throttle.is_due("unexpected"):
@@ -61,9 +61,6 @@ class HeartbeatWriter:
                 stop.wait(SPACING_SECONDS)
             self._notified.wait(max(0.0, self._due - time.monotonic()))
         self._write_ended()
-
-    def _spacing(self) -> float:
-        return max(SPACING_SECONDS, self._receiver.history.run.bucket.overwrite_seconds)
 
     def write_if_due(self) -> bool:
         """Write if the content changed or the last heartbeat is old; returns whether it wrote."""

@@ -153,14 +153,6 @@ class RankGroup:
         """Return what each rank holds."""
         return unwrap(self._port.call(protocol.Describe()))
 
-    def clear_external_writes(self, touches: list[int]) -> None:
-        """Tell every rank that its weights were rescanned and are right.
-
-        Args:
-            touches: per rank, its count of external writes before the rescan.
-        """
-        unwrap(self._port.call(protocol.ClearExternalWrite(touches)))
-
     def _combined(self, tensor: int, answers: list[Scanned]) -> Fingerprint | None:
         ownership = self._known_ownership()
         if not ownership.is_loaded(tensor):

@@ -75,7 +75,7 @@ class Receiver:
         self.target_unavailable = False
         self.server_fields: Callable[[], Answer] = dict
         keyring = settings.keyring()
-        policy = ServicePolicy.of_settings(settings.quarantined, settings.require_exact)
+        policy = ServicePolicy.of_settings(settings)
         trusted_head = TrustedHead(settings, keyring)
         self.history = History(settings.bucket, keyring, trusted_head, settings.store(), policy)
         self.planner = UpdatePlanner(self.history, policy)
@@ -127,10 +127,6 @@ class Receiver:
     def status(self) -> Answer:
         """Return the body of ``GET /delta_sync/status``."""
         return {**self.board.document(), **self.server_fields()}
-
-    def is_replaced(self) -> bool:
-        """Return whether the run at the URL is not the one known. Raises DeltaSyncError if it cannot be read."""
-        return self.history.is_replaced()
 
     # Following
 
@@ -348,7 +344,7 @@ class Receiver:
         """Open the run if it is new, and find the newest good manifest; returns what is wrong with the one after it."""
         self.board.set(polls=self.board.polls + 1)
         with self.history.prefetching(self.announced_version):
-            if self.is_replaced():
+            if self.history.is_replaced():
                 self._open_run()
             if self.board.state == "waiting_for_run":
                 self.board.enter("identifying")

@@ -238,7 +238,7 @@ class ReceiverService:
     def _replaced(self) -> bool:
         """Return whether another run has replaced the refused one."""
         try:
-            return self.receiver.is_replaced()
+            return self.receiver.history.is_replaced()
         except DeltaSyncError:
             return False
 
@@ -303,7 +303,8 @@ class ReceiverService:
                 if subscriber is None or run != topic:
                     if subscriber is not None:
                         subscriber.close()
-                    subscriber, topic = self._subscribe(run), run
+                    address, keyring = str(self._settings.notice), self.receiver.history.keyring
+                    subscriber, topic = NoticeSubscriber(address, run, self._notice_keys, keyring, logger), run
                 notice = subscriber.receive(NOTICE_WAIT_SECONDS)
                 if notice is not None:
                     self.receiver.board.set(notice_heard_at=time.monotonic())
@@ -321,15 +322,6 @@ class ReceiverService:
                 self._stop.wait(LONGEST_RETRY_SECONDS)
         if subscriber is not None:
             subscriber.close()
-
-    def _subscribe(self, run: str) -> NoticeSubscriber:
-        return NoticeSubscriber(
-            str(self._settings.notice),
-            run,
-            keys=self._notice_keys,
-            keyring=self.receiver.history.keyring,
-            log=logger,
-        )
 
     def _is_new(self, notice: Notice) -> bool:
         """Return whether a notice names an unknown version or another manifest of the head, and so causes a poll."""

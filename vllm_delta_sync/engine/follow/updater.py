@@ -19,7 +19,7 @@ from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
-from vllm_delta_sync.engine.protocol import Commit, Confirm, RankState, Revert, unwrap
+from vllm_delta_sync.engine.protocol import ClearExternalWrite, Commit, Confirm, RankState, Revert, unwrap
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -189,7 +189,7 @@ class WeightUpdater:
                 return
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
-        self._ranks.clear_external_writes([rank.external_writes for rank in ranks])
+        unwrap(self._port.call(ClearExternalWrite([rank.external_writes for rank in ranks])))
 
     def still_holds_no_version(self) -> bool:
         """Return whether nothing has written the ranks' weights since they were found to be no version of the run."""

@@ -178,7 +178,8 @@ class StatusBoard:
                 "commits": self.commits,
                 "polls": self.polls,
                 "polled_seconds": _age(self.polled_at),
-                "notice": self._notice(),
+                # Without the address, because anyone may read the status.
+                "notice": {"listens": self.listens, "heard_seconds": _age(self.notice_heard_at)},
                 "fleet": {"receiver": self.receiver},
                 "store": self._store(),
                 "versions": dict(versions()),
@@ -238,10 +239,6 @@ class StatusBoard:
         # A rank may run in this process, and must not count twice.
         parts = {use["process"]: use for use in [*self.rank_store_use, store_usage()]}.values()
         return {name: round(sum(part[name] for part in parts), 3) for name in PROCESS.snapshot()}
-
-    def _notice(self) -> Answer:
-        # Without the address, because anyone may read the status.
-        return {"listens": self.listens, "heard_seconds": _age(self.notice_heard_at)}
 
 
 def _wall_clock(moment: float) -> float:
