@@ -1,6 +1,7 @@
 """``FleetRun``: a run in a store whose clock a test sets, with heartbeats of receivers that do not exist."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.collecting import Grown, MemoryBucket
@@ -46,7 +47,10 @@ class FleetRun:
 
     def fleet(self, skew: float = 0.0) -> Fleet:
         """As seen on a machine whose clock is wrong by ``skew``."""
-        return Fleet(self.run, lambda: self.bucket.now + skew, lambda: self.bucket.now, self.passes)
+        clocks = SimpleNamespace(
+            time=lambda: self.bucket.now + skew, monotonic=lambda: self.bucket.now, sleep=self.passes
+        )
+        return Fleet(self.run, clocks)
 
     def heartbeat(self, name: str, served: int | None, **more: Any) -> None:
         write_heartbeat(self.run, name, served, **{"seconds": 60, **more})

@@ -38,7 +38,7 @@ class StoreClock:
     them to whole seconds, so the actual time may be one second later.
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._bound: tuple[float, float] | None = None
 
@@ -106,20 +106,14 @@ class Fleet:
         replicas: as of the last poll, by name. ignored: why heartbeats were ignored, one text each.
 
     Args:
-        clock: this machine's, in seconds since the epoch. ``poll`` uses it as the store's clock unless that is known
-            to be ahead; ``wait`` never does. monotonic, sleep: as in ``time``.
+        time: has this machine's clocks, as the module ``time``. ``poll`` uses the one of the day as the store's clock,
+            unless that is known to be ahead; ``wait`` never does.
     """
 
-    def __init__(
-        self,
-        run: RunReader,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, run: RunReader, time: Any = time) -> None:
         self._run = run
-        self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
-        self._store = StoreClock(monotonic)
+        self._time = time
+        self._store = StoreClock(time.monotonic)
         # By key: the object, since when it is as it is, and whether it replaced another one while this process watched.
         self._seen: dict[str, tuple[ObjectInfo, float, bool]] = {}
         self._known: dict[ObjectInfo, StoredHeartbeat] = {}
@@ -142,7 +136,7 @@ class Fleet:
         Raises:
             StoreError: the store failed.
         """
-        return self._poll(self._clock())
+        return self._poll(self._time.time())
 
     def _poll(self, local_time: float) -> list[Replica]:
         settled = self._store.earliest - SETTLED_SECONDS
@@ -155,7 +149,7 @@ class Fleet:
         for stored in found.stored:
             before = seen.get(stored.info.key)
             if before is None or before[0] != stored.info:
-                before = stored.info, self._monotonic(), before is not None
+                before = stored.info, self._time.monotonic(), before is not None
             self._seen[stored.info.key] = before
         self.replicas = sorted((self._replica(stored, now) for stored in found.stored), key=lambda item: item.receiver)
         self.ignored = found.ignored
@@ -163,7 +157,7 @@ class Fleet:
 
     def _replica(self, stored: StoredHeartbeat, now: float) -> Replica:
         _, since, renewed = self._seen[stored.info.key]
-        unchanged_seconds = self._monotonic() - since
+        unchanged_seconds = self._time.monotonic() - since
         # The store truncates times to whole seconds, and this machine's clock may be ahead of the store's.
         expired = unchanged_seconds >= stored.expires - stored.modified + 1
         expired = expired or (now >= stored.expires + 1 and not renewed)
@@ -188,17 +182,17 @@ class Fleet:
             that lag. StoreError: the store failed.
         """
         _check_numbers(version, replicas, timeout)
-        deadline = self._monotonic() + timeout
+        deadline = self._time.monotonic() + timeout
         interval = SHORTEST_POLL_SECONDS
         while True:
             published = self._published(version)
             found = self._poll(float("-inf"))
             if published is not None and self._is_served(version, replicas, published):
                 return found
-            left = deadline - self._monotonic()
+            left = deadline - self._time.monotonic()
             if left <= 0:
                 raise FleetLateError(self._late_message(version, replicas, timeout, published))
-            self._sleep(min(interval, left))
+            self._time.sleep(min(interval, left))
             interval = min(2 * interval, LONGEST_POLL_SECONDS)
 
     def _published(self, version: int) -> float | None:
