@@ -173,7 +173,7 @@ def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
     said = serve.refused(4, "--bucket", url, "--cache-dir", str(blocked))
-    assert "cannot be created: Not a directory; set cache_dir to another folder" in said
+    assert "cannot be used: Not a directory; set cache_dir to another one" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
