@@ -1,6 +1,6 @@
 """``WeightIdentifier`` finds out which version an engine's weights are, of the run followed or of its source runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm_delta_sync.engine.follow.rank_group import HeldWeights, RankGroup
 from vllm_delta_sync.engine.logger import logger
@@ -69,30 +69,33 @@ class WeightIdentifier:
         self._unread = None
         held = self._gather()
         first, base = self._history.base()
-        claimed = held.claimed
-        own = claimed is not None and claimed.run == first.run
-        position = None if claimed is None or not own else self._claimed_position(claimed, held)
-        if claimed is not None and position is not None:
-            return self._accept(position, claimed.fingerprints, is_due)
-        mismatches = held.mismatches(base)
-        if not mismatches:
-            return self._accept(WeightPosition(self._history.run, first), base, is_due)
-        position = None if claimed is None or own else self._claimed_position(claimed, held)
-        if claimed is not None and position is not None:
-            return self._accept(position, claimed.fingerprints, is_due)
-        for source, _ in self._history.origins():
-            version_0, of_source = version_0_of(source)
-            if not held.mismatches(of_source):
-                return self._accept(WeightPosition(source, version_0), of_source, is_due)
+        for position, fingerprints in self._candidates(held.claimed, first, base):
+            if not held.mismatches(fingerprints):
+                return self._accept(position, fingerprints, is_due)
         if self._engines_differ(held):
             logger.info(
                 "the engines loaded different versions, because the head moved meanwhile; replacing all weights"
             )
         else:
+            mismatches = held.mismatches(base)
             self._require_anchor_start(first, mismatches)
             logger.info("%d tensors differ from version 0; taking an anchor", len(mismatches))
         self._ranks.set_baseline(None, base)
         return None
+
+    def _candidates(
+        self, claimed: ClaimedVersion | None, first: Manifest, base: list[Fingerprint]
+    ) -> Iterator[tuple[WeightPosition, list[Fingerprint]]]:
+        """Yield versions that the weights may be, the likeliest first, with their fingerprints per tensor id."""
+        own = claimed is not None and claimed.run == first.run
+        if claimed is not None and own and (position := self._claimed_position(claimed)) is not None:
+            yield position, claimed.fingerprints
+        yield WeightPosition(self._history.run, first), base
+        if claimed is not None and not own and (position := self._claimed_position(claimed)) is not None:
+            yield position, claimed.fingerprints
+        for source, _ in self._history.origins():
+            version_0, of_source = version_0_of(source)
+            yield WeightPosition(source, version_0), of_source
 
     def _gather(self) -> HeldWeights:
         cache = self._settings.cache_folder()
@@ -130,18 +133,14 @@ class WeightIdentifier:
             logger.info("tensors that this model does not load: %s", ", ".join(unloaded))
         derived = {name for answer in held.answers for name in answer.derived}
         if derived:
-            size = sum(spec.numel * spec.element.itemsize for spec in table if spec.name in derived)
             logger.info(
-                "the model computes its weights from %d tensors (%.1f MB): they are kept in host memory, and reload "
-                "units run when they change: %s",
-                len(derived),
-                size / 1e6,
-                ", ".join(sorted(derived)[:8]) + (", …" if len(derived) > 8 else ""),
-            )
+                "the model computes its weights from %d tensors, which are kept in host memory, first %s",
+                len(derived), ", ".join(sorted(derived)[:8]),
+            )  # fmt: skip
         return held
 
-    def _claimed_position(self, claimed: ClaimedVersion, held: HeldWeights) -> WeightPosition | None:
-        """Return the position that ranks claim; None if their weights differ or no update leads from it to this run."""
+    def _claimed_position(self, claimed: ClaimedVersion) -> WeightPosition | None:
+        """Return the position that ranks claim; None if it has other fingerprints, or no update leads to this run."""
         run = self._history.run
         try:
             if claimed.run == run.info.run:
@@ -167,9 +166,7 @@ class WeightIdentifier:
             self._unread = error
             return None
         right = sum(claimed.fingerprints, Fingerprint()) == position.manifest.model_fingerprint
-        if not right or len(claimed.fingerprints) != len(run.table) or held.mismatches(claimed.fingerprints):
-            return None
-        return position
+        return position if right and len(claimed.fingerprints) == len(run.table) else None
 
     def _engines_differ(self, held: HeldWeights) -> bool:
         """Return whether each data parallel engine holds a version of this run, proven, but not all the same one.
@@ -184,7 +181,8 @@ class WeightIdentifier:
         return len(engines) > 1 and all(
             engine.claimed is not None
             and engine.claimed.run == run
-            and self._claimed_position(engine.claimed, engine) is not None
+            and self._claimed_position(engine.claimed) is not None
+            and not engine.mismatches(engine.claimed.fingerprints)
             for engine in engines
         )
 
