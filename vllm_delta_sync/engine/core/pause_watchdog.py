@@ -137,14 +137,11 @@ class PauseWatchdog:
         """Drop caches once the loop is idle; on its thread, where vLLM completes ``pending``."""
         outcome: Future[int] = Future()
 
-        def complete(done: "Future[Any]") -> None:
-            try:
-                done.result()
-                outcome.set_result(self._caches.drop())
-            except Exception as error:  # noqa: BLE001  the future passes it to the controller
-                outcome.set_exception(error)
+        def drop(done: "Future[Any]") -> int:
+            done.result()
+            return self._caches.drop()
 
-        pending.add_done_callback(complete)
+        pending.add_done_callback(lambda done: _complete(outcome, lambda: drop(done)))
         return outcome
 
     def renew(self, limit_s: float) -> bool:
@@ -212,7 +209,7 @@ class PauseWatchdog:
             "a pause passed its deadline: its controller is lost or hangs; checking the version of each rank"
         )
         try:
-            outcome = self._converge(paused.failure)
+            outcome = self._converge(paused)
             self._release()
         except Exception as error:  # noqa: BLE001  after any error here the weights are unknown
             self.end(f"a pause was lost, and its ranks could not be brought to one version: {error}")
@@ -259,7 +256,7 @@ class PauseWatchdog:
                 future.set_exception(error)
                 return
             if isinstance(result, Future):
-                result.add_done_callback(lambda done: _copy_outcome(done, future))
+                result.add_done_callback(lambda done: _complete(future, done.result))
             else:
                 future.set_result(result)
 
@@ -267,31 +264,29 @@ class PauseWatchdog:
         return future
 
     def _ask(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        if self._active is not None and self._active.adapter is not None:
-            request = msgspec.structs.replace(request, adapter=self._active.adapter)
         if isinstance(request, protocol.Revert):
             self._caches.begin_change(_name_of(request.adapter))
         payload = protocol.encode_request(request)
         answers = call_executor(self._engine.model_executor, payload, RANK_CALL_SECONDS)
         return protocol.decode_answers(request, answers)
 
-    def _converge(self, failure: str | None) -> str:
+    def _converge(self, paused: TimedPause) -> str:
         """Bring all ranks to one complete version and label it; returns what was found and done, for the log.
 
         Raises:
             WeightsLostError: there is no such version. Exception: what the engine raises.
         """
-        if failure is not None:
-            raise WeightsLostError(failure)
-        found = self._ask(protocol.Describe())
+        if paused.failure is not None:
+            raise WeightsLostError(paused.failure)
+        describe, adapter = protocol.Describe(adapter=paused.adapter), paused.adapter
+        found = self._ask(describe)
         version = common_version(found)
         was_settled = all_hold(found, version, confirmed=True)
         if not was_settled:
-            self._ask(protocol.Revert(version))
-            current = self._ask(protocol.Describe())
+            self._ask(protocol.Revert(version, adapter=adapter))
+            current = self._ask(describe)
             if not all_hold(current, version, confirmed=True):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
-        adapter = None if self._active is None else self._active.adapter
         # Which run's version it is, only the controller knew.
         self._caches.name_version(_name_of(adapter), version)
         held = [rank.version for rank in found if isinstance(rank, RankState)]
@@ -339,12 +334,11 @@ class PauseWatchdog:
                 self.end(f"a pause was lost, and the engine did not react within {STUCK_SECONDS:.0f} s")
 
 
-def _copy_outcome(done: "Future[Any]", future: "Future[Any]") -> None:
-    error = done.exception()
-    if error is not None:
+def _complete(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except Exception as error:  # noqa: BLE001  the future passes it on
         future.set_exception(error)
-    else:
-        future.set_result(done.result())
 
 
 def _name_of(adapter: protocol.Adapter | None) -> str | None:
