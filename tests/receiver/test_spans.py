@@ -103,7 +103,7 @@ class Api:
         self.completion, self.chat = completion, chat
         if installed:
             state = SimpleNamespace(openai_serving_completion=completion, openai_serving_chat=chat)
-            spans.install(engine, state, lambda: "r1", {})
+            spans.install(engine, state, {None: lambda: "r1"})
 
     async def complete(self, prompts: int, **fields: Any) -> Any:
         request = CompletionRequest(model="tiny", prompt=["p"] * prompts, stream=True, max_tokens=9, **fields)
@@ -299,6 +299,6 @@ def test_answer_across_two_runs_names_neither(seen: list[str | None], named: str
             """Not called: nothing is generated."""
 
     serving = Serving()
-    spans.install(Client(), SimpleNamespace(openai_serving_completion=serving), lambda: next(followed), {})
+    spans.install(Client(), SimpleNamespace(openai_serving_completion=serving), {None: lambda: next(followed)})
     response = asyncio.run(serving.create_completion(SimpleNamespace()))
     assert response.delta_sync == {"run": named, "spans": []}

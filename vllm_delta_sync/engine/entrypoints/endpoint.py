@@ -45,7 +45,7 @@ class EndpointPlugin:
     async def _begin(self, engine_client: Any, state: Any) -> None:
         from vllm_delta_sync.engine.api import weight_transfer
         from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter, reserve_names
-        from vllm_delta_sync.engine.api.api_servers import LeaderElection, Serving, find_api_server_group
+        from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.api.exact_requests import ExactRequests
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.api.shared_objects import SharedObjects
@@ -90,15 +90,9 @@ class EndpointPlugin:
         fail_when_engine_died(engine_client)
         weight_transfer.install(engine_client, controller, settings.bucket)
 
-        def run_of(followed: Serving) -> spans.RunOf:
-            return lambda: followed.receiver.served_run
-
-        own, sources = run_of(controller), {name: run_of(each) for name, each in state.delta_sync_adapters.items()}
-        if settings.lora_name is None:
-            spans.install(engine_client, state, own, sources)
-        else:
-            # The model's own weights are of no run.
-            spans.install(engine_client, state, lambda: None, {**sources, settings.lora_name: own})
+        followed = {settings.lora_name: controller, **state.delta_sync_adapters}
+        runs = {name: lambda each=each: each.receiver.served_run for name, each in followed.items()}
+        spans.install(engine_client, state, runs)
         hide_serials(engine_client)
         exact = state.delta_sync_exact = ExactRequests(
             engine_client, names, settings.lora_name is None, settings.prefix_cache

@@ -63,11 +63,11 @@ RunOf = Callable[[], str | None]
 """Returns the run that versions in spans belong to."""
 
 
-def install(engine_client: Any, state: Any, model: RunOf, adapters: Mapping[str, RunOf]) -> None:
+def install(engine_client: Any, state: Any, runs: Mapping[str | None, RunOf]) -> None:
     """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
-        model: of the model's own weights. adapters: name → of a LoRA adapter whose run is followed.
+        runs: of each LoRA adapter whose run is followed, by name, and under None of the model's own weights.
     """
     patches.wrap_method(engine_client, "generate", _generate)
     for attribute, method in (
@@ -76,7 +76,7 @@ def install(engine_client: Any, state: Any, model: RunOf, adapters: Mapping[str,
     ):
         serving = getattr(state, attribute, None)
         if serving is not None:
-            patches.wrap_method(serving, method, _respond(model, adapters))
+            patches.wrap_method(serving, method, _respond(runs))
 
 
 def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,14 +91,14 @@ def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return record.watch(prompt, getattr(params, "n", 1) or 1, outputs)
 
 
-def _respond(model: RunOf, adapters: Mapping[str, RunOf]) -> Callable[..., Any]:
+def _respond(runs: Mapping[str | None, RunOf]) -> Callable[..., Any]:
     async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(request, "use_beam_search", False):
             # vLLM searches in generations of one token each, which no span could place.
             return await original(request, *args, **kwargs)
         asked = getattr(request, "model", None)
-        adapter = asked if asked in adapters else None
-        run_of = model if adapter is None else adapters[adapter]
+        adapter = asked if asked in runs else None
+        run_of = runs.get(adapter, lambda: None)
         record = SpanRecord(adapter)
         began = run_of()
 
