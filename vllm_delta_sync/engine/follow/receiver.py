@@ -12,7 +12,7 @@ from vllm_delta_sync.engine.commit.transaction import EnginePort, LabelKeepingPo
 from vllm_delta_sync.engine.follow.identify import WeightIdentifier
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
-from vllm_delta_sync.engine.follow.updater import RescanCursor, WeightUpdater, mismatch_error
+from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error, rescan_batches
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import ACTING, STATES
@@ -381,7 +381,7 @@ class Receiver:
         before = self.run_id
         run = self.history.open()
         self.planner.reset()
-        self._updater.rescan_cursor = RescanCursor([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
+        self._updater.rescans = rescan_batches([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
         self._last_skipped = -1
         if before is not None:
             logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)

@@ -4,7 +4,7 @@ Each change is one log line.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
@@ -63,7 +63,7 @@ class WeightUpdater:
     """Moves all ranks of an engine from version to version of one run.
 
     Attributes:
-        rescan_cursor: which tensors to rescan beside each staging.
+        rescans: yields which tensors to rescan beside each staging.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class WeightUpdater:
         self._planner = planner
         self._ranks = ranks
         self._pause_state: State = "draining" if settings.pause_mode == "wait" else "committing"
-        self.rescan_cursor = RescanCursor([], 0)
+        self.rescans = rescan_batches([], 0)
         self._failed_repairs = 0
         self._confirmed = True
         self._keeps_undo = True
@@ -263,7 +263,7 @@ class WeightUpdater:
     def _stage(self, plan: UpdatePlan, position: WeightPosition | None) -> tuple[dict[str, float], int]:
         """Stage on all ranks; returns the slowest rank's timings, and the elements that all ranks will write."""
         self._board.enter("staging")
-        rescan = [] if position is None else self.rescan_cursor.next()
+        rescan = [] if position is None else next(self.rescans)
         staged = self._ranks.stage(plan, self._board.served_version, rescan)
         self._board.set(rank_store_use=staged.store)
         if staged.mismatching and position is not None:
@@ -414,27 +414,21 @@ def mismatch_error(served: Manifest, names: list[str]) -> FingerprintError:
     return FingerprintError(f"served weights are not version {served.version}: {shown} differ")
 
 
-class RescanCursor:
-    """Iterates over all tensors again and again, a bounded number of bytes at a time.
+def rescan_batches(sizes: list[int], limit: int) -> Iterator[list[int]]:
+    """Yield tensor ids to rescan, all tensors again and again, each at most once in a batch.
 
     Args:
-        sizes: bytes per tensor id. limit: bytes per call of ``next``, but at least one tensor; 0: no tensors.
+        sizes: bytes per tensor id. limit: bytes in a batch, but at least one tensor; 0: no tensors.
     """
-
-    def __init__(self, sizes: list[int], limit: int) -> None:
-        self._sizes = sizes
-        self._limit = limit
-        self._position = 0
-
-    def next(self) -> list[int]:
-        """Return the next tensor ids, each at most once."""
+    position = 0
+    while True:
         found: list[int] = []
-        room = self._limit
-        while room > 0 and len(found) < len(self._sizes):
-            found.append(self._position)
-            room -= max(1, self._sizes[self._position])
-            self._position = (self._position + 1) % len(self._sizes)
-        return found
+        room = limit
+        while room > 0 and len(found) < len(sizes):
+            found.append(position)
+            room -= max(1, sizes[position])
+            position = (position + 1) % len(sizes)
+        yield found
 
 
 def _describe(plan: UpdatePlan, elements: int) -> str:
