@@ -227,9 +227,9 @@ class Settings(StoreOptions):
         if self.cache_dir is not None or scheme_of(self.bucket) == "file":
             return self.cache_dir
         try:
-            return _user_cache()
-        except RuntimeError:
-            return None  # this user has no home directory
+            return _user_folder("XDG_CACHE_HOME", ".cache", "cache_dir")
+        except SettingsError:
+            return None
 
     def models_folder(self) -> Path:
         """Return the directory for the model files of runs that ``delta-sync serve`` without MODEL writes.
@@ -237,20 +237,11 @@ class Settings(StoreOptions):
         Raises:
             SettingsError: this user has no home directory.
         """
-        try:
-            return (self.cache_dir or _user_cache()) / "models"
-        except RuntimeError as error:
-            raise SettingsError("this user has no home directory; set cache_dir") from error
+        return (self.cache_dir or _user_folder("XDG_CACHE_HOME", ".cache", "cache_dir")) / "models"
 
     def state_folder(self) -> Path:
         """Return ``state_dir`` or its default. Raises SettingsError: this user has no home directory."""
-        if self.state_dir is not None:
-            return self.state_dir
-        try:
-            state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        except RuntimeError as error:
-            raise SettingsError("this user has no home directory; set state_dir") from error
-        return Path(state) / "vllm-delta-sync"
+        return self.state_dir or _user_folder("XDG_STATE_HOME", ".local/state", "state_dir")
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Show URLs without credentials."""
@@ -281,9 +272,16 @@ class ClientSettings(Settings):
 _Model = TypeVar("_Model", bound=Settings)
 
 
-def _user_cache() -> Path:
-    """Return this user's cache directory for this package. Raises RuntimeError: the user has no home directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-delta-sync"
+def _user_folder(variable: str, default: str, setting: str) -> Path:
+    """Return this package's folder in the one that a variable names, or by default in one of this user's home.
+
+    Raises:
+        SettingsError: there is no home directory; the message names the setting.
+    """
+    try:
+        return Path(os.environ.get(variable) or Path.home() / default) / "vllm-delta-sync"
+    except RuntimeError as error:
+        raise SettingsError(f"this user has no home directory; set {setting}") from error
 
 
 def environment_name(field: str) -> str:
