@@ -129,9 +129,7 @@ class LeaderElection:
         self._make = make
         self._group = group
         self._stopping = stopping
-        self._service: ReceiverService | None = None
-        self._follower: FollowerClient | None = None
-        self._follow_task: asyncio.Task[None] | None = None
+        self._current: ReceiverService | FollowerClient | None = None
         self._lock = -1
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
@@ -145,10 +143,9 @@ class LeaderElection:
 
     @property
     def _part(self) -> "ReceiverService | FollowerClient":
-        part = self._service or self._follower
-        if part is None:
+        if self._current is None:
             raise EngineError("this server has not begun to follow yet")
-        return part
+        return self._current
 
     async def start(self) -> None:
         """Lead, or follow the leader.
@@ -157,46 +154,47 @@ class LeaderElection:
             DeltaSyncError: this process leads and its settings cannot be used, or no process leads.
         """
         if self._group is None:
-            self._service = await self._lead()
+            self._current = await self._lead()
             return
         self._lock = self._group.open_lock()
         if try_lock(self._lock):
-            self._service = await self._lead()
+            self._current = await self._lead()
             logger.info("API server %d of %d leads", self._group.index, self._group.count)
             return
-        follower = self._follower = FollowerClient(self._group)
-        self._follow_task = asyncio.create_task(follower.follow())
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._wait_for_lock, args=(loop,), name="delta-sync-lock", daemon=True).start()
+        follower = self._current = FollowerClient(self._group)
+        following = asyncio.create_task(follower.follow())
+        waits = asyncio.get_running_loop(), follower, following
+        threading.Thread(target=self._wait_for_lock, args=waits, name="delta-sync-lock", daemon=True).start()
         try:
             await asyncio.wait_for(follower.leader_known.wait(), LEADER_SECONDS)
         except TimeoutError:
             raise EngineError(f"no API server of this server led within {LEADER_SECONDS:.0f} s") from None
 
-    def _wait_for_lock(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _wait_for_lock(
+        self, loop: asyncio.AbstractEventLoop, follower: "FollowerClient", following: "asyncio.Task[None]"
+    ) -> None:
         """Wait, in a thread, for the lock, which the leader's end releases."""
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
         if self._stopping.is_set():
             os.close(self._lock)
             return
-        take_over = self._take_over()
+        take_over = self._take_over(follower, following)
         try:
             asyncio.run_coroutine_threadsafe(take_over, loop)
         except RuntimeError:  # the loop is closed: this process is ending too
             take_over.close()
 
-    async def _take_over(self) -> None:
+    async def _take_over(self, follower: "FollowerClient", following: "asyncio.Task[None]") -> None:
         logger.warning("the API server leader has ended; process %d leads now", os.getpid())
         try:
-            self._service = await self._lead()
+            self._current = await self._lead()
         except Exception as error:  # noqa: BLE001  after any failure, another process must be able to lead
             logger.critical("process %d cannot lead: %s: %s", os.getpid(), type(error).__name__, error)
             os.close(self._lock)
             return
-        if self._follow_task is not None and self._follower is not None:
-            self._follow_task.cancel()
-            self._follower.disconnect("the API server leader has ended, and this one leads now; retry")
-            self._follower.leader_known.set()
+        following.cancel()
+        follower.disconnect("the API server leader has ended, and this one leads now; retry")
+        follower.leader_known.set()
 
     async def _lead(self) -> ReceiverService:
         service = self._make()
