@@ -11,22 +11,9 @@ import zmq
 from vllm_delta_sync.errors import NoticeError
 from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES, LastValues
-from vllm_delta_sync.notice.sockets import (
-    LINGER_MS,
-    MAX_FRAME_BYTES,
-    MAX_REQUEST_BYTES,
-    SERVER_FAILURES,
-    HandshakeMonitor,
-    PollWaker,
-    Socket,
-    bind,
-    check_port,
-    error_text,
-    open_socket,
-    received,
-    wait_ms,
-)
+from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES
+from vllm_delta_sync.notice.sender import NoticeSender
+from vllm_delta_sync.notice.sockets import MAX_FRAME_BYTES, check_port, error_text, open_socket, received, wait_ms
 
 logger = guarded_logger(__name__)
 
@@ -38,7 +25,7 @@ REPEAT_SECONDS = 2.0
 """Interval longer than that of publishers, so only the messages of absent publishers are repeated."""
 
 
-class Broker:
+class Broker(NoticeSender):
     """Forwards notices from one port to another. One thread opens, runs and closes it; any thread may call ``stop``.
 
     Attributes:
@@ -69,28 +56,22 @@ class Broker:
         check_port(publishers)
         check_port(subscribers)
         self.passed = self.dropped = 0
-        self._log = LogThrottle(logger)
-        self._last = LastValues(MAX_TOPICS, REPEAT_SECONDS)
         self._stopped = False
-        lists = _keys(key, allowed_publishers, allowed_subscribers, self._log)
-        self._context = zmq.Context()
-        self._wake = PollWaker()
+        log = LogThrottle(logger)
+        keys = _keys(key, allowed_publishers, allowed_subscribers, log)
+        super().__init__(MAX_TOPICS, REPEAT_SECONDS, log)
         self.wakeup = self._wake.sender
-        self._authenticator: curve.CurveAuthenticator | None = None
-        self._monitors: list[HandshakeMonitor] = []
         self._publisher_socket = open_socket(self._context, zmq.SUB, MAX_FRAME_BYTES)
         self._publisher_socket.setsockopt(zmq.RCVHWM, PUBLISHERS_QUEUE)
         self._publisher_socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._subscriber_socket = open_socket(self._context, zmq.PUB, MAX_REQUEST_BYTES)
         try:
-            if lists is not None:
-                own, sources, sinks = lists
-                self._authenticator = curve.CurveAuthenticator(self._context, own, self._log)
+            if keys is not None:
+                own, sources, sinks = keys
                 # Two domains, because subscribers must not announce versions.
-                self._authenticator.require_keys(self._publisher_socket, "publishers", sources)
-                self._authenticator.require_keys(self._subscriber_socket, "subscribers", sinks)
-            self.publishers = self._open(self._publisher_socket, publishers)
-            self.subscribers = self._open(self._subscriber_socket, subscribers)
+                self._admit(self._publisher_socket, "publishers", own, sources)
+                self._admit(self._socket, "subscribers", own, sinks)
+            self.publishers = self._bind(self._publisher_socket, publishers)
+            self.subscribers = self._bind(self._socket, subscribers)
         except BaseException:
             self.close()
             raise
@@ -101,11 +82,7 @@ class Broker:
         Raises:
             NoticeError: a socket failed.
         """
-        poller = zmq.Poller()
-        for each in (self._publisher_socket, self._wake.fd, *(monitor.socket for monitor in self._monitors)):
-            poller.register(each, zmq.POLLIN)
-        if self._authenticator is not None:
-            poller.register(self._authenticator.socket, zmq.POLLIN)
+        poller = self._poller(self._publisher_socket)
         try:
             while True:
                 # Clear first: ``stop`` sets the flag before it wakes this thread.
@@ -124,32 +101,14 @@ class Broker:
 
     def close(self) -> None:
         """Close the sockets and free both addresses."""
-        for monitor in self._monitors:
-            monitor.close()
-        self._publisher_socket.close(linger=0)
-        self._subscriber_socket.close(linger=LINGER_MS)
-        if self._authenticator is not None:
-            self._authenticator.close()
-        self._context.term()
-        self._wake.close()
-
-    def _open(self, socket: Socket, address: str) -> str:
-        monitor = HandshakeMonitor(socket, self._log, address, SERVER_FAILURES)
-        self._monitors.append(monitor)
-        monitor.address = bind(socket, address)
-        return monitor.address
+        self._close_sockets(self._publisher_socket)
 
     def _run_once(self) -> bool:
         """Do all work that needs no waiting; return whether messages may be left."""
-        if self._authenticator is not None:
-            self._authenticator.serve()
-        for monitor in self._monitors:
-            monitor.read()
+        self._serve()
         messages = list(received(self._publisher_socket, MAX_BATCH))
         for frames in messages:
             self._pass_on(frames)
-        for frames in self._last.due():
-            self._subscriber_socket.send_multipart(frames, zmq.DONTWAIT)
         return len(messages) == MAX_BATCH
 
     def _pass_on(self, frames: list[bytes]) -> None:
@@ -158,8 +117,7 @@ class Broker:
             self._log.warn("a publisher sends malformed notices; they are dropped")
             return
         self.passed += 1
-        self._last.put(frames)
-        self._subscriber_socket.send_multipart(frames, zmq.DONTWAIT)
+        self._send_frames(frames)
 
 
 def _keys(

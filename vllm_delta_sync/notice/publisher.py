@@ -9,21 +9,9 @@ import zmq
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, encode
-from vllm_delta_sync.notice.sockets import (
-    LINGER_MS,
-    MAX_REQUEST_BYTES,
-    QUEUE_MESSAGES,
-    SERVER_FAILURES,
-    HandshakeMonitor,
-    PollWaker,
-    ReconnectingSocket,
-    bind,
-    check_port,
-    error_text,
-    open_socket,
-    wait_ms,
-)
+from vllm_delta_sync.notice.messages import REPEAT_SECONDS, Notice, encode
+from vllm_delta_sync.notice.sender import NoticeSender
+from vllm_delta_sync.notice.sockets import QUEUE_MESSAGES, ReconnectingSocket, check_port, error_text, wait_ms
 from vllm_delta_sync.trust.keyring import Keyring
 
 logger = guarded_logger(__name__)
@@ -35,7 +23,7 @@ RUNS = 32
 CLOSE_SECONDS = 5.0
 
 
-class NoticePublisher:
+class NoticePublisher(NoticeSender):
     """Announces versions from a background thread, so that ``send`` never waits for subscribers.
 
     Each subscriber has a queue of 16 notices; a slow subscriber loses notices. The last notice of a run is sent again
@@ -71,31 +59,24 @@ class NoticePublisher:
         connects = address.startswith(CONNECT_PREFIX)
         check_port(address.removeprefix(CONNECT_PREFIX))
         self._keyring = keyring
-        self._log = LogThrottle(logger)
         self._lock = threading.Lock()
         self._outbox: deque[list[bytes]] = deque(maxlen=QUEUE_MESSAGES)
-        self._last = LastValues(RUNS, repeat_seconds)
         self._end_reason: str | None = None
-        keys = _keys(key, allowed, self._log)
-        self._context = zmq.Context()
-        self._wake = PollWaker()
-        self._authenticator: curve.CurveAuthenticator | None = None
         self._connection: ReconnectingSocket | None = None
-        self._monitor: HandshakeMonitor | None = None
-        self._socket = open_socket(self._context, zmq.PUB, MAX_REQUEST_BYTES)
+        log = LogThrottle(logger)
+        keys = _keys(key, allowed, log)
+        super().__init__(RUNS, repeat_seconds, log)
         try:
             if connects:
                 if keys is not None:
                     curve.set_client_keys(self._socket, keys[0], _single_key(keys[1]))
-                self._connection = ReconnectingSocket(self._socket, address.removeprefix(CONNECT_PREFIX), self._log)
-                self._monitor = self._connection.monitor
+                self._connection = ReconnectingSocket(self._socket, address.removeprefix(CONNECT_PREFIX), log)
+                self._monitors.append(self._connection.monitor)
                 self.address = address
             else:
                 if keys is not None:
-                    self._authenticator = curve.CurveAuthenticator(self._context, keys[0], self._log)
-                    self._authenticator.require_keys(self._socket, DOMAIN, keys[1])
-                self._monitor = HandshakeMonitor(self._socket, self._log, address, SERVER_FAILURES)
-                self.address = self._monitor.address = bind(self._socket, address)
+                    self._admit(self._socket, DOMAIN, *keys)
+                self.address = self._bind(self._socket, address)
         except BaseException:
             self._close_sockets()
             raise
@@ -129,12 +110,7 @@ class NoticePublisher:
     # The thread
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        monitor = self._monitor and self._monitor.socket
-        authenticator = self._authenticator and self._authenticator.socket
-        for each in (self._wake.fd, monitor, authenticator):
-            if each is not None:
-                poller.register(each, zmq.POLLIN)
+        poller = self._poller()
         try:
             while True:
                 # Clear first: callers set ``_end_reason`` or fill ``_outbox`` before they wake this thread.
@@ -157,27 +133,11 @@ class NoticePublisher:
 
     def _run_once(self) -> None:
         """Do all work that needs no waiting."""
-        if self._authenticator is not None:
-            self._authenticator.serve()
-        if self._monitor is not None:
-            self._monitor.read()
+        self._serve()
         if self._connection is not None:
             self._connection.reconnect_if_due()
         while self._outbox:
-            frames = self._outbox.popleft()
-            self._last.put(frames)
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
-        for frames in self._last.due():
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
-
-    def _close_sockets(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-        self._socket.close(linger=LINGER_MS)
-        if self._authenticator is not None:
-            self._authenticator.close()
-        self._context.term()
-        self._wake.close()
+            self._send_frames(self._outbox.popleft())
 
 
 def open_notices(
