@@ -25,8 +25,8 @@ from tests.support.world import World, expect_equal
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import obstore_clients
 from vllm_delta_sync.engine.follow import service as service_module
-from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.worker import worker_extension
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import load_settings
@@ -187,13 +187,13 @@ def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals
     wait_until(lambda: service.receiver.status()["state"] == "refused")
     wait_until(lambda: warned(caplog))
     # It is looked at again and again; nothing more is to be said.
-    looks, is_replaced = [0], Receiver.is_replaced
+    looks, is_replaced = [0], History.is_replaced
 
-    def counted(receiver: Receiver) -> bool:
+    def counted(history: History) -> bool:
         looks[0] += 1
-        return is_replaced(receiver)
+        return is_replaced(history)
 
-    monkeypatch.setattr(Receiver, "is_replaced", counted)
+    monkeypatch.setattr(History, "is_replaced", counted)
     wait_until(lambda: looks[0] > 5)
     error = error_of(service)
     assert error["kind"] == kind
@@ -270,15 +270,15 @@ def test_unforeseen_error_has_one_traceback_and_is_outlived(
 ) -> None:
     World(tmp_path)
     trouble, tried = [True], [0]
-    is_replaced = Receiver.is_replaced
+    is_replaced = History.is_replaced
 
-    def failing(receiver: Any) -> bool:
+    def failing(history: Any) -> bool:
         tried[0] += 1
         if trouble:
             raise ZeroDivisionError(f"at {time.monotonic()}")
-        return is_replaced(receiver)
+        return is_replaced(history)
 
-    monkeypatch.setattr(Receiver, "is_replaced", failing)
+    monkeypatch.setattr(History, "is_replaced", failing)
     service = serve(base_model(), str(tmp_path / "run"))
     wait_until(lambda: tried[0] > 3)
     assert error_of(service)["message"].startswith("unexpected ZeroDivisionError: at ")
