@@ -4,7 +4,9 @@ import atexit
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
 from vllm_delta_sync.engine.commit.transaction import EnginePort, EngineStopped
@@ -246,15 +248,19 @@ class ReceiverService:
         text = f"{error.kind}: {error.message}"
         self._throttle.warn(text, without_numbers(text))
 
-    def _serve_requests(self) -> None:
-        self._overruled.clear()
+    def _taken_requests(self) -> "Iterator[tuple[str, Any, Future[Any]]]":
+        """Take the requests that wait from the queue, without those whose callers have gone."""
         while True:
             try:
                 action, argument, future = self._requests.get_nowait()
             except queue.Empty:
                 return
-            if not future.set_running_or_notify_cancel():
-                continue
+            if future.set_running_or_notify_cancel():
+                yield action, argument, future
+
+    def _serve_requests(self) -> None:
+        self._overruled.clear()
+        for action, argument, future in self._taken_requests():
             try:
                 future.set_result(self._act(action, argument))
             except EngineStopped:
@@ -265,13 +271,8 @@ class ReceiverService:
 
     def _refuse_requests(self) -> None:
         """Fail the requests that came too late."""
-        while True:
-            try:
-                *_, future = self._requests.get_nowait()
-            except queue.Empty:
-                return
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineError(STOPPED))
+        for *_, future in self._taken_requests():
+            future.set_exception(EngineError(STOPPED))
 
     def _act(self, action: str, argument: Any) -> Any:
         receiver = self.receiver
@@ -292,36 +293,29 @@ class ReceiverService:
 
     def _listen(self) -> None:
         """Receive notices. The topic is the run's id, so wait until the run is known."""
-        subscriber: NoticeSubscriber | None = None
-        topic: str | None = None
         while not self._stop.is_set():
             run = self.receiver.run_id
             if run is None:
                 self._stop.wait(NOTICE_WAIT_SECONDS)
                 continue
+            address, keyring = str(self._settings.notice), self.receiver.history.keyring
             try:
-                if subscriber is None or run != topic:
-                    if subscriber is not None:
-                        subscriber.close()
-                    address, keyring = str(self._settings.notice), self.receiver.history.keyring
-                    subscriber, topic = NoticeSubscriber(address, run, self._notice_keys, keyring, logger), run
-                notice = subscriber.receive(NOTICE_WAIT_SECONDS)
-                if notice is not None:
-                    self.receiver.board.set(notice_heard_at=time.monotonic())
-                if notice is not None and self._is_new(notice):
-                    self._announced = notice
-                    self._wake.set()
+                with closing(NoticeSubscriber(address, run, self._notice_keys, keyring, logger)) as subscriber:
+                    while self.receiver.run_id == run and not self._stop.is_set():
+                        self._hear(subscriber.receive(NOTICE_WAIT_SECONDS))
             except Exception as error:  # the thread must survive any bug, because the status says that it listens
                 if isinstance(error, NoticeError):
                     self._log_error(error)
                 elif self._throttle.is_due(without_numbers(f"notices {type(error).__name__}: {error}")):
                     logger.exception("listening for notices failed unexpectedly; it will be retried")
-                if subscriber is not None:
-                    subscriber.close()
-                subscriber = None
                 self._stop.wait(LONGEST_RETRY_SECONDS)
-        if subscriber is not None:
-            subscriber.close()
+
+    def _hear(self, notice: Notice | None) -> None:
+        if notice is not None:
+            self.receiver.board.set(notice_heard_at=time.monotonic())
+            if self._is_new(notice):
+                self._announced = notice
+                self._wake.set()
 
     def _is_new(self, notice: Notice) -> bool:
         """Return whether a notice names an unknown version or another manifest of the head, and so causes a poll."""
