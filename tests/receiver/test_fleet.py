@@ -21,7 +21,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
-from vllm_delta_sync.fleet.heartbeats import read_heartbeats
+from vllm_delta_sync.fleet.heartbeats import read_heartbeats, write_heartbeat
 from vllm_delta_sync.settings import Settings
 
 NAMES = [f"r{number}" for number in range(5)]
@@ -273,15 +273,15 @@ def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkey
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     keeper, stop = HeartbeatWriter(server.receiver, "one"), threading.Event()
-    write, lost = keeper._write, [True]
+    lost = [True]
 
-    def unanswered(*content: Any) -> None:
-        write(*content)
+    def unanswered(*arguments: Any, **content: Any) -> None:
+        write_heartbeat(*arguments, **content)
         if lost:
             lost.pop()
             raise StoreError("the connection was closed")
 
-    monkeypatch.setattr(keeper, "_write", unanswered)
+    monkeypatch.setattr(keeper_module, "write_heartbeat", unanswered)
     assert not keeper.write_if_due()
     assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["idle"]
     stop.set()

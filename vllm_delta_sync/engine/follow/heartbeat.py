@@ -22,9 +22,6 @@ HEARTBEAT_SECONDS = 60
 SPACING_SECONDS = 1.0
 """Minimum seconds between two writes."""
 
-HeartbeatContent = tuple[Run, dict[str, Any]]
-"""The run, and the fields for ``write_heartbeat``."""
-
 
 class HeartbeatWriter:
     """Writes the heartbeat of one receiver. ``run`` has its own thread: a commit may outlast a heartbeat."""
@@ -35,7 +32,8 @@ class HeartbeatWriter:
         self._seconds = seconds
         self._started_at = timestamp()
         self._notified = threading.Event()
-        self._last_content: HeartbeatContent | None = None
+        # The run, and the fields for ``write_heartbeat``.
+        self._last_content: tuple[Run, dict[str, Any]] | None = None
         self._due = 0.0
         self._failed = False
         self._throttle = LogThrottle(logger)
@@ -75,7 +73,7 @@ class HeartbeatWriter:
             self._due = time.monotonic() + self._seconds / 3
             # Before the write: one that fails may have reached the bucket, and must be ended too.
             self._last_content = content
-            self._write(*content, self._seconds)
+            write_heartbeat(content[0], self._id, seconds=self._seconds, **content[1])
         except DeltaSyncError as error:
             self._due = time.monotonic() + self._seconds / 3
             if not self._failed:
@@ -93,14 +91,11 @@ class HeartbeatWriter:
         ended: dict[str, Any] = {"target": None, "pins": [], "state": LEFT, "paused": False}
         self._last_content = None
         try:
-            self._write(run, content | ended, 1)
+            write_heartbeat(run, self._id, seconds=1, **content | ended)
         except DeltaSyncError as error:
             logger.info("could not write the end of %r to its heartbeat: %s", self._id, error.message)
 
-    def _write(self, run: Run, content: dict[str, Any], seconds: int) -> None:
-        write_heartbeat(run, self._id, seconds=seconds, started_at=self._started_at, **content)
-
-    def _content(self) -> HeartbeatContent:
+    def _content(self) -> tuple[Run, dict[str, Any]]:
         """Return the run followed, and what the heartbeat says now."""
         receiver = self._receiver
         followed = receiver.history.run
@@ -120,6 +115,7 @@ class HeartbeatWriter:
             "paused": shown["state"] in ("draining", "committing"),
             "error": None if shown["last_error"] is None else _brief(shown["last_error"]),
             "pause_ms": shown["timings_ms"].get("pause"),
+            "started_at": self._started_at,
         }
         return followed, content
 

@@ -116,8 +116,9 @@ class Receiver:
     def wanted_version(self) -> int | None:
         """The version that is being gone to, or that a standing order from before a restart names."""
         order = self._pending_order
-        waits = self.goal_version is None and order is not None and order.run == self.run_id
-        return order.version if waits and order is not None else self.goal_version
+        if self.goal_version is None and order is not None and order.run == self.run_id:
+            return order.version
+        return self.goal_version
 
     @property
     def can_repair(self) -> bool:

@@ -69,11 +69,10 @@ class ReceiverService:
         if settings.receiver_id is not None:
             self._heartbeat = HeartbeatWriter(self.receiver, settings.receiver_id, settings.heartbeat_seconds)
             self.receiver.board.watch(self._heartbeat.notify)
-            keep = threading.Thread(
+            self._heartbeat_thread = threading.Thread(
                 target=self._heartbeat.run, args=(self._stop,), name="delta-sync-heartbeat", daemon=True
             )
-            self._heartbeat_index = len(self._threads)
-            self._threads.append(keep)
+            self._threads.append(self._heartbeat_thread)
         if settings.notice is not None:
             self.receiver.board.set(listens=True)
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
@@ -98,7 +97,7 @@ class ReceiverService:
     def _end_heartbeat(self) -> None:
         """Write the last heartbeat when the process exits, so that the fleet does not wait for this server."""
         self.stop()
-        self._threads[self._heartbeat_index].join(END_HEARTBEAT_SECONDS)
+        self._heartbeat_thread.join(END_HEARTBEAT_SECONDS)
 
     def join(self, timeout: float) -> None:
         """Wait for the threads to end, after ``stop``; ``timeout`` in seconds, per thread."""
