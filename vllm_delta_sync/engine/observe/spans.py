@@ -141,18 +141,12 @@ async def add_spans(
     async with aclosing(stream):
         async for chunk in stream:
             value = document()
-            if chunk == DONE:
-                if value is not None and (closing := _closing(held, last, value)) is not None:
-                    yield closing
-                elif held is not None:
-                    yield held
-                held = None
-                yield chunk
-                continue
+            if chunk == DONE and value is not None:
+                held = _closing(held, last, value) or held
             if held is not None:
                 yield held
                 held = None
-            if value is None:
+            if chunk == DONE or value is None:
                 yield chunk
             else:
                 held = chunk
