@@ -19,7 +19,7 @@ from vllm_delta_sync.dashboard.overview import MAX_PROBLEMS, BackgroundReader, R
 from vllm_delta_sync.dashboard.page_reader import MAX_RECEIVERS, MAX_TAGS, PageReader
 from vllm_delta_sync.dashboard.remedies import REMEDIES
 from vllm_delta_sync.engine.observe.states import STATES
-from vllm_delta_sync.errors import FormatError, NotFoundError, UnavailableError, error_kinds
+from vllm_delta_sync.errors import DataError, FormatError, NotFoundError, UnavailableError, error_kinds
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -189,7 +189,9 @@ def test_hostile_manifests_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     counts = [reading.read()["damaged_count"] for _ in range(4)]
     assert counts[0] < 8
     assert counts[-1] >= 10
-    assert not any(error.__traceback__ or error.__cause__ for error in reading._damaged.values())
+    errors = [found for found in reading._found.values() if isinstance(found, DataError)]
+    assert len(errors) == 10
+    assert not any(error.__traceback__ or error.__cause__ for error in errors)
 
 
 def test_a_repaired_manifest_is_taken_up_and_a_rewritten_one_is_noticed(tmp_path: Path) -> None:
