@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.support.differences import diff
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Changes, Sparse, apply_distances
-from vllm_delta_sync.tensors.segments import diff
 
 ELEMENT = DTYPES["BF16"]
 FARTHEST = 7

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.codec.tiling import classes_at
+from tests.support.differences import joined
 from tests.support.merging import merged
 from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _Comparer
@@ -21,7 +22,7 @@ from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import BaseTensor, Changes, Sparse, apply_distances, revert_distances
-from vllm_delta_sync.tensors.segments import Segment, joined
+from vllm_delta_sync.tensors.segments import Segment
 
 NUMEL = 2**33 + 4096
 EDGES = [2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**33 - 1, 2**33, NUMEL - 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.support.differences import diff
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_writer import encode
@@ -22,7 +23,6 @@ from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Full, Sparse
-from vllm_delta_sync.tensors.segments import diff
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
 

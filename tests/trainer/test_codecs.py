@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.differences import diff
 from tests.support.publishers import Hooked, Trainer, assert_holds, left_to_the_test, publish
 from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
@@ -23,7 +24,6 @@ from vllm_delta_sync.format.table import DTYPES as ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Sparse
-from vllm_delta_sync.tensors.segments import diff
 
 
 def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> None:

@@ -1,6 +1,6 @@
 """``Changes``: the decoded changes between two versions, which encoders, decoders and receivers exchange.
 
-``apply_distances`` applies changes to bits in place; ``segments.diff`` finds them.
+``apply_distances`` applies changes to bits in place.
 
 All arrays of bits are flat and C-contiguous, and have the unsigned dtype of their element type (DType.uint). The ULP
 distance of two patterns is their difference, modulo 2^width, in a monotone order of all patterns (docs/FORMAT.md), so

@@ -1,4 +1,4 @@
-"""``diff`` finds changes; a ``Segment`` holds them: per element, its index within a chunk and ULP distance."""
+"""``Segment`` holds the changes of a tensor: per element, its index within a chunk and ULP distance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,8 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import DType
-from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Bits, Positions, order_masks
+from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS, Bits, Positions
 
 Counts = Sequence[int] | npt.NDArray[np.int64]
 
@@ -116,49 +114,3 @@ class Segment:
         chunks = slice(first_chunk, self._stop[1])
         ends = arrays.ends[chunks] - first
         diff_kernels.expand(arrays.relative_from(int(first), self.size), arrays.starts[chunks], ends, positions)
-
-
-def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:
-    """Return the positions (n,) and distances (n,) of consecutive segments."""
-    size = sum(segment.size for segment in segments)
-    positions, distances = np.empty(size, np.int64), np.empty(size, element.uint)
-    cursor = 0
-    for segment in segments:
-        end = cursor + segment.size
-        segment.expand(positions[cursor:end])
-        distances[cursor:end] = segment.distances
-        cursor = end
-    return positions, distances
-
-
-def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits, Fingerprint]:
-    """Find the changed elements and update ``old`` to ``new``.
-
-    Args:
-        name: tensor name, for the fingerprint.
-        old: (numel,) baseline, updated in place.
-        new: (numel,) current bits.
-
-    Returns:
-        positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
-
-    Raises:
-        TensorMismatchError: the arrays differ in size, or do not have the dtype's width.
-    """
-    if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
-        raise TensorMismatchError(
-            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; "
-            f"{dtype.uint} expected"
-        )
-    from vllm_delta_sync.tensors import diff_kernels
-
-    masks, seed = order_masks(dtype), np.uint64(tensor_seed(name))
-    segments, change, done = [], Fingerprint(), 0
-    while done < old.size:
-        arrays = SegmentArrays.empty(dtype)
-        arrays.state[2] = done
-        segments.append(Segment.open(arrays))
-        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *arrays.as_arguments())
-        change += Fingerprint(int(low), int(high))
-        done = int(arrays.state[2])
-    return *joined(segments, dtype), change
