@@ -134,24 +134,12 @@ def _declared_fingerprints(
     return {tensor: Fingerprint(low, high) for tensor, (low, high) in pairs}
 
 
-def _ids(directories: Iterable[Directory]) -> list[int]:
-    return [int(tensor) for directory in directories for tensor in directory.ids]
-
-
-def _named(container: Container, table: TensorTable, what: str) -> list[Full]:
+def _named(container: Container, table: TensorTable) -> list[Full]:
     """Return the tensors in full that are entries under their own names."""
-    found = []
-    for name, entry in container.entries.items():
-        if name not in table:
-            continue
-        spec = table.by_name(name)
-        if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
-            raise TensorMismatchError(
-                f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, "
-                f"the run's table says {spec.dtype} {list(spec.shape)}"
-            )
-        found.append(Full(table.index(name), aligned(container.bits(name))))
-    return found
+    names = [name for name in container.entries if name in table]
+    for name in names:
+        container.check_entry(table.by_name(name))
+    return [Full(table.index(name), aligned(container.bits(name))) for name in names]
 
 
 class DeltaReader:
@@ -189,7 +177,7 @@ class DeltaReader:
         container = Container(data, what)
         metadata = read_metadata(container, context, what)
         self.codec: Codec = metadata["codec"]
-        named = _named(container, table, what)
+        named = _named(container, table)
         whole: list[FullReader] = []
         self._readers: list[TilesReader | RawReader] = []
         if self.codec == "raw":
@@ -269,7 +257,8 @@ class DeltaReader:
             FormatError, LimitError: a table is malformed.
         """
         for reader in self._readers:
-            reader.check()
+            if isinstance(reader, TilesReader):
+                reader.open()
 
 
 class TilesReader:
@@ -299,11 +288,8 @@ class TilesReader:
         self.row = 0
         self._tables: TilesBlock | None = None
 
-    def check(self) -> None:
-        """Raise FormatError or LimitError if the tables are malformed."""
-        self._open()
-
-    def _open(self) -> TilesBlock:
+    def open(self) -> TilesBlock:
+        """Return the block with its tables. Raises FormatError or LimitError if they are malformed."""
         found = TilesBlock.open(
             self._container, self._table, self._block, self.directory, self._compression, self._what
         )
@@ -315,7 +301,7 @@ class TilesReader:
         """Yield tensors as they are; see ``DeltaReader.coded``."""
         rows = [row for row, tensor in enumerate(self.directory.ids.tolist()) if wanted(tensor)]
         if rows:
-            block = self._open()
+            block = self.open()
             yield from map(block.coded, rows)
 
     def take(self, last: int) -> Sparse:
@@ -333,7 +319,7 @@ class TilesReader:
         if not wanted:
             self._tables = None if last == self.directory.ids.size else self._tables
             return Sparse.empty(self._block.element, relative=True)
-        tables = self._tables or self._open()
+        tables = self._tables or self.open()
         if not self._has_bits and not tables.all_plain:
             raise UnsupportedError(
                 f"{self._what} has codec {self._codec!r} and can be decoded only with the weights of its base version, "

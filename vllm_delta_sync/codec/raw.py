@@ -5,7 +5,7 @@ This is the layout of Hugging Face's 2026 description of sparse weight sync, for
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_object import Directory
+from vllm_delta_sync.codec.delta_object import Arrays, Directory
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UsageError
 from vllm_delta_sync.format.safetensors_file import Container, aligned
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
@@ -13,7 +13,6 @@ from vllm_delta_sync.tensors.changes import BaseLookup, Sparse
 
 INDICES = ".indices"
 VALUES = ".values"
-Arrays = dict[str, tuple[str, np.ndarray]]
 
 
 def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
@@ -88,9 +87,6 @@ class RawReader:
             counts.append(indices.size)
         numels = np.array([table[tensor].numel for tensor in tensors], np.int64)
         self.directory = Directory(np.array(tensors, np.uint32), np.array(counts, np.int64), numels)
-
-    def check(self) -> None:
-        """Do nothing: all that can be checked before positions are read was checked by ``__init__``."""
 
     def take(self, last: int) -> Sparse:
         """Return changed elements of the tensors from ``row`` up to row ``last``, excluded.

@@ -142,6 +142,15 @@ class Container:
         if cursor != len(self._data):
             raise FormatError(f"{self._what}: {len(self._data) - cursor} bytes after the last entry")
 
+    def check_entry(self, spec: TensorSpec) -> None:
+        """Raise TensorMismatchError unless a tensor's entry, which there is, has its dtype and shape."""
+        entry = self.entries[spec.name]
+        if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
+            raise TensorMismatchError(
+                f"{self._what}: tensor {spec.name!r} is {entry.dtype.name} {list(entry.shape)}, the run's table says "
+                f"{spec.dtype} {list(spec.shape)}"
+            )
+
     def bits(self, name: str) -> npt.NDArray[np.unsignedinteger]:
         """Return an entry as a flat array of bit patterns, without a copy; raises FormatError if there is none."""
         try:
@@ -223,13 +232,8 @@ def read_anchor(data: Buffer, table: TensorTable, what: str) -> Container:
         TensorMismatchError: an entry is not in the table, or has another dtype or shape.
     """
     container = Container(data, what)
-    for name, entry in container.entries.items():
-        spec = table.by_name(name)
-        if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
-            raise TensorMismatchError(
-                f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, the run's table says "
-                f"{spec.dtype} {list(spec.shape)}"
-            )
+    for name in container.entries:
+        container.check_entry(table.by_name(name))
     if not container.entries and len(table):
         raise FormatError(f"{what}: holds no tensor")
     return container

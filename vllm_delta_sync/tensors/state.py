@@ -131,10 +131,7 @@ class ModelState:
     @property
     def fingerprint(self) -> Fingerprint:
         """Of the whole model."""
-        total = Fingerprint()
-        for value in self.fingerprints:
-            total += value
-        return total
+        return sum(self.fingerprints, Fingerprint())
 
     def base_tensor(self, tensor: int) -> BaseTensor:
         """Return a view of a tensor's current bits; a ``BaseLookup`` for a delta that builds on this version."""
