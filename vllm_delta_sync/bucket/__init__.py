@@ -4,19 +4,8 @@ Start with ``base.Bucket``, the contract of every store, and ``factory``, which 
 tests/bucket/contract/ tests every store against the contract. May import ``settings`` and what is below.
 """
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
 from vllm_delta_sync.bucket.factory import open_beside, open_bucket
 from vllm_delta_sync.settings import StoreOptions
-from vllm_delta_sync.urls import check_url, scheme_of, store_of
 
-__all__ = [
-    "Bucket",
-    "ObjectInfo",
-    "StoreOptions",
-    "check_key",
-    "check_url",
-    "open_beside",
-    "open_bucket",
-    "scheme_of",
-    "store_of",
-]
+__all__ = ["Bucket", "ObjectInfo", "StoreOptions", "open_beside", "open_bucket"]

@@ -17,10 +17,7 @@ from typing import ClassVar, NoReturn, Self, TypeVar
 
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.urls import MAX_KEY_BYTES as MAX_KEY_BYTES
-from vllm_delta_sync.urls import MAX_KEY_PART_BYTES as MAX_KEY_PART_BYTES
-from vllm_delta_sync.urls import check_key as check_key
-from vllm_delta_sync.urls import check_prefix as check_prefix
+from vllm_delta_sync.urls import check_key
 
 
 @dataclass(frozen=True, slots=True)

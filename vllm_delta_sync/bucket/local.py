@@ -26,11 +26,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import (
-    MAX_KEY_BYTES,
     Bucket,
     ObjectInfo,
-    check_key,
-    check_prefix,
     check_range,
     check_size,
     conflict_error,
@@ -39,6 +36,7 @@ from vllm_delta_sync.bucket.base import (
 )
 from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.urls import MAX_KEY_BYTES, check_key, check_prefix
 
 STALE_TRIES = 5
 """Tries of a call that fails with ESTALE."""
@@ -139,11 +137,6 @@ def retry_stale(call: Callable[[], _Result]) -> _Result:
             if error.errno != errno.ESTALE:
                 raise
     return call()
-
-
-def is_nfs_leftover(name: str) -> bool:
-    """Return whether NFS clients use such a name for a removed file that is still open."""
-    return _NFS_LEFTOVER.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -473,7 +466,7 @@ def _names(folder: int, start: str) -> list[str]:
 
 def _split(key: str) -> tuple[list[str], str]:
     *folders, name = check_key(key).split("/")
-    if any(is_nfs_leftover(part) for part in (*folders, name)):
+    if any(_NFS_LEFTOVER.fullmatch(part) for part in (*folders, name)):
         raise UsageError(f"key {key!r} has a part that NFS clients use for removed files; choose another")
     return folders, name
 

@@ -14,8 +14,6 @@ from vllm_delta_sync.bucket.base import (
     Bucket,
     ObjectInfo,
     ReadOnlyBucket,
-    check_key,
-    check_prefix,
     check_range,
     check_size,
     conflict_error,
@@ -38,7 +36,7 @@ from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRe
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.logs import public_url, redact
 from vllm_delta_sync.settings import StoreOptions
-from vllm_delta_sync.urls import StoreLocation
+from vllm_delta_sync.urls import StoreLocation, check_key, check_prefix
 
 PIECE_BYTES = 1024 * 1024
 """Minimum size of each piece of a transfer but the last. Bandwidth limits apply once per piece."""
@@ -65,7 +63,7 @@ class ObjectReader(Bucket):
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         path = self._path(key)
         with self._translate_errors(f"read key {key!r}", key):
-            found = self._clients.reading.get(path)
+            found = self._clients["reading"].get(path)
             size = found.meta["size"]
             check_size(key, size, max_bytes)
             try:
@@ -86,7 +84,7 @@ class ObjectReader(Bucket):
             return b""
         with self._translate_errors(f"read key {key!r}", key):
             try:
-                found = self._clients.reading.get(path, options={"range": (start, min(start + length, _LARGEST))})
+                found = self._clients["reading"].get(path, options={"range": (start, min(start + length, _LARGEST))})
             except CLIENT_ERRORS as error:
                 if "status code: 416" in str(error) or "StartTooLarge" in str(error):
                     return b""
@@ -104,7 +102,7 @@ class ObjectReader(Bucket):
     def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._translate_errors(f"look up key {key!r}", key):
-            return info_of(key, self._clients.reading.head(path))
+            return info_of(key, self._clients["reading"].head(path))
 
     def _check_whole(self, key: str, received: int, size: int) -> None:
         if received != size:
@@ -223,7 +221,7 @@ class ObjectStoreBucket(ObjectReader):
         path = self._path(key)
         try:
             with self._translate_errors(f"delete key {key!r}", key):
-                self._clients.reading.delete(path)
+                self._clients["reading"].delete(path)
         except NotFoundError:
             return
 
@@ -231,13 +229,13 @@ class ObjectStoreBucket(ObjectReader):
         self._probe(key)
         report_bytes(len(data))
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
-            self._clients.writing.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
+            self._clients["writing"].put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
 
     def _put_parts(self, key: str, path: str, pieces: Iterable[bytes], size: int) -> None:
         self._probe(key)
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=True):
             # obstore takes the pieces in the thread of the call.
-            self._clients.uploading.put(
+            self._clients["uploading"].put(
                 path, _reported(pieces), use_multipart=True, chunk_size=size, max_concurrency=self._parts_at_once
             )
 
@@ -289,7 +287,7 @@ class ObjectStoreBucket(ObjectReader):
         while True:
             try:
                 with self._translate_errors(f"list keys {prefix!r}", ""):
-                    pages = pages or self._clients.reading.list(folder, offset=offset, chunk_size=LIST_ITEMS)
+                    pages = pages or self._clients["reading"].list(folder, offset=offset, chunk_size=LIST_ITEMS)
                     page = next(pages, None)
             except NotFoundError:
                 return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause
@@ -60,15 +60,18 @@ _memory: dict[str, Any] = {}
 _memory_lock = threading.Lock()
 
 
+Use = Literal["reading", "writing", "uploading"]
+
+
 class Clients:
-    """The clients of one bucket. None retries a request, because RetryingBucket does.
+    """The clients of one bucket by their use. None retries a request, because RetryingBucket does.
 
     ``reading`` has short timeouts, to give up a stalled connection soon. ``writing`` has long timeouts, because the
     time to the first byte of the answer includes sending the object. ``uploading`` is like ``writing``, but retries
     the parts of an upload: RetryingBucket could only send all of them again.
 
-    Get the client again for each call: the properties raise StoreError after a fork (see ``check_process``) and return
-    new clients after ``renew``.
+    Get the client again for each call: that raises StoreError after a fork (see ``check_process``), and returns new
+    clients after ``renew``.
 
     Raises:
         UsageError: obstore refuses a value of the environment.
@@ -82,17 +85,10 @@ class Clients:
         # Now, so that a wrong environment raises here.
         self._ensure("reading")
 
-    @property
-    def reading(self) -> Any:
-        return self._checked("reading")
-
-    @property
-    def writing(self) -> Any:
-        return self._checked("writing")
-
-    @property
-    def uploading(self) -> Any:
-        return self._checked("uploading")
+    def __getitem__(self, use: Use) -> Any:
+        check_process(self._url)
+        with self._lock:
+            return self._ensure(use)
 
     def renew(self) -> None:
         """Make the next calls read the credentials again, because they were refused.
@@ -104,18 +100,13 @@ class Clients:
                 self._renewed = time.monotonic()
                 self._clients.clear()
 
-    def _checked(self, name: str) -> Any:
-        check_process(self._url)
-        with self._lock:
-            return self._ensure(name)
-
-    def _ensure(self, name: str) -> Any:
-        if name not in self._clients:
+    def _ensure(self, use: Use) -> Any:
+        if use not in self._clients:
             deadline = self._options.store_deadline
             longest = self._options.allowance(max(CREATE_BYTES, MOST_PARTS_AT_ONCE * PART_BYTES))
-            seconds = max(1.0, deadline / 3) if name == "reading" else longest
-            self._clients[name] = self._client(seconds, _PART_RETRIES if name == "uploading" else 0)
-        return self._clients[name]
+            seconds = max(1.0, deadline / 3) if use == "reading" else longest
+            self._clients[use] = self._client(seconds, _PART_RETRIES if use == "uploading" else 0)
+        return self._clients[use]
 
     def _client(self, read_seconds: float, retries: int) -> Any:
         client = {

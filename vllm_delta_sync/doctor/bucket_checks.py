@@ -13,7 +13,7 @@ from errno import EROFS
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
+from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import STAGING, describe_failure
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.ranged import download
@@ -38,7 +38,7 @@ from vllm_delta_sync.run.run_reader import RunReader, read_info
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.units import rounded
-from vllm_delta_sync.urls import local_path
+from vllm_delta_sync.urls import local_path, scheme_of
 
 PREFIX = "doctor/"
 SMALL_BYTES = 1000

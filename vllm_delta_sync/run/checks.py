@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vllm_delta_sync.bucket import store_of
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (
     ChainError,
@@ -25,6 +24,7 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import names_model
 from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.urls import store_of
 
 PLAUSIBLE_RANKS = 4096
 """Maximum number of ranks of a trainer; each may write one object per version."""

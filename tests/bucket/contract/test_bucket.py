@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.stores import Kind
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.bucket.base import MAX_KEY_BYTES, MAX_KEY_PART_BYTES
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, UsageError
+from vllm_delta_sync.urls import MAX_KEY_BYTES, MAX_KEY_PART_BYTES
 
 BAD_KEYS = [
     "",

@@ -7,8 +7,6 @@ from pathlib import Path
 from vllm_delta_sync.bucket.base import (
     Bucket,
     ObjectInfo,
-    check_key,
-    check_prefix,
     check_range,
     check_size,
     conflict_error,
@@ -17,12 +15,12 @@ from vllm_delta_sync.bucket.base import (
     report_bytes,
     size_of_source,
 )
-from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
+from vllm_delta_sync.bucket.hub.api import HubApi, HubContent
 from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, translate_hub_error
 from vllm_delta_sync.bucket.hub.xet import Transfers
 from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
-from vllm_delta_sync.urls import StoreLocation
+from vllm_delta_sync.urls import StoreLocation, check_key, check_prefix
 
 _BLOCK_BYTES = 1 << 20
 _CHECK_FIRST_BYTES = 1 << 23
@@ -58,13 +56,13 @@ class HubBucket(Bucket):
         size = size_of_source(key, data) or 0
         with self._translate_errors(f"write key {key!r}"):
             if if_absent and size > _CHECK_FIRST_BYTES:
-                self._check_absent(key, path)
+                self._check_has(key, path, None)
             hash = self._transfers.upload(read_pieces(key, data, _BLOCK_BYTES), size)
             if if_absent:
-                self._check_absent(key, path)
+                self._check_has(key, path, None)
             self._name(path, hash)
             if if_absent:
-                self._check_kept(key, path, hash)
+                self._check_has(key, path, hash)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         path = self._path(key)
@@ -93,7 +91,9 @@ class HubBucket(Bucket):
 
     def stat(self, key: str) -> ObjectInfo:
         with self._translate_errors(f"look up key {key!r}", missing=key):
-            file = self._file(key)
+            file = self._api.info(self._path(key))
+        if file is None:
+            raise self._missing(key)
         return ObjectInfo(key, file.bytes, file.modified)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -125,12 +125,6 @@ class HubBucket(Bucket):
             if file.path.startswith(begin) and is_key(key):
                 yield ObjectInfo(key, file.bytes, file.modified)
 
-    def _file(self, key: str) -> HubFile:
-        file = self._api.info(self._path(key))
-        if file is None:
-            raise self._missing(key)
-        return file
-
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
 
@@ -144,13 +138,10 @@ class HubBucket(Bucket):
             self._api.forget()
             raise
 
-    def _check_absent(self, key: str, path: str) -> None:
-        if self._api.info(path) is not None:
-            raise conflict_error(self.url, key)
-
-    def _check_kept(self, key: str, path: str, hash: str) -> None:
+    def _check_has(self, key: str, path: str, hash: str | None) -> None:
+        """Raise ConflictError unless the key's file has the content of this hash; None: unless there is no file."""
         file = self._api.info(path)
-        if file is None or file.hash != hash:
+        if (None if file is None else file.hash) != hash:
             raise conflict_error(self.url, key)
 
     # Reading

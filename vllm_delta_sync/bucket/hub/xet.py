@@ -6,15 +6,14 @@ not detect a damaged chunk, so readers must check the digest of an object.
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import hf_xet  # type: ignore[import-untyped]
 
 from vllm_delta_sync.bucket.base import report_bytes
-from vllm_delta_sync.bucket.hub.api import Connection, HubApi
+from vllm_delta_sync.bucket.hub.api import HubApi
 from vllm_delta_sync.bucket.hub.errors import StaleError, text_of
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import StoreOptions
@@ -42,37 +41,26 @@ class Transfers:
     def upload(self, blocks: Iterable[bytes], size: int) -> str:
         """Store a content of about ``size`` bytes and return its hash; invisible until ``HubApi.add`` names it."""
         connection, fresh = self._api.connection()
+        deadline = self._options.store_deadline
         # The timeout for the answer includes the time to send the request.
-        wait = self._wait if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
-        with self._stale_errors(fresh):
-            return self._upload(connection, blocks, wait)
-
-    def _upload(self, connection: Connection, blocks: Iterable[bytes], wait: float) -> str:
-        with _session(self._options.store_deadline, wait).new_upload_commit(**connection.arguments) as commit:
-            stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
-            for block in blocks:
-                # Blocks while _UPLOADS blocks are in flight.
-                stream.write(block)
-                report_bytes(len(block))
-            stored = stream.finish().xet_info
-        return str(stored.hash)
-
-    @contextmanager
-    def _stale_errors(self, fresh: bool) -> Iterator[None]:
-        """Raise StaleError if a cached connection may have expired, or belongs to a bucket since created again."""
+        wait = deadline / _TRIES if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
         try:
-            yield
+            with _session(deadline, wait).new_upload_commit(**connection.arguments) as commit:
+                stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
+                for block in blocks:
+                    # Blocks while _UPLOADS blocks are in flight.
+                    stream.write(block)
+                    report_bytes(len(block))
+                stored = stream.finish().xet_info
         except DeltaSyncError:
             raise
-        except Exception as error:  # hf_xet raises many classes; any of them may come from a stale connection
+        except Exception as error:  # hf_xet raises many classes
+            # A cached connection may have expired, or belong to a bucket that was created again since.
             self._api.forget()
             if fresh:
                 raise
             raise StaleError(text_of(error)) from error
-
-    @property
-    def _wait(self) -> float:
-        return self._options.store_deadline / _TRIES
+        return str(stored.hash)
 
 
 def _session(deadline: float, wait: float) -> Any:

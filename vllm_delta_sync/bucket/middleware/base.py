@@ -8,8 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.urls import check_prefix
 
 PAGE = 1000
 """Keys requested at once in a listing."""
