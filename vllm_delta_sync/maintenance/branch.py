@@ -143,13 +143,12 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
     values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in declared.items()}
     reached = found.root.manifest.model_fingerprint
     for step in found.steps:
-        changes = summarize_changes(
-            step.document, step.run.table, [step.run.fetch(ref) for ref in step.objects]
-        ).changes
+        objects = [step.run.fetch(ref) for ref in step.objects]
+        changes = summarize_changes(step.document, step.run.table, objects).fingerprints
         if step.backwards:
-            changes = changes.reversed()
-        reached = check_step(step, reached, changes.fingerprint)
-        for tensor, change in changes.fingerprints.items():
+            changes = {tensor: Fingerprint() - change for tensor, change in changes.items()}
+        reached = check_step(step, reached, sum(changes.values(), Fingerprint()))
+        for tensor, change in changes.items():
             values[tensor] += change
     if sum(values.values(), Fingerprint()) != version.model_fingerprint:
         raise FingerprintError(

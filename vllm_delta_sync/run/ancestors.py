@@ -22,7 +22,8 @@ class Ancestors:
     def __init__(self, stored: Callable[[int], bytes]) -> None:
         self._stored = stored
         self._lock = threading.Lock()
-        self._lineages: list[_Lineage] = []
+        # Version → digest of consecutive manifests, the newest first. The last one's manifest was not read yet.
+        self._lineages: list[dict[int, str]] = []
 
     def digest(self, version: int, digest: str, wanted: int) -> str:
         """Return the digest of the ancestor at version ``wanted`` of the manifest of ``version`` that has ``digest``.
@@ -38,44 +39,25 @@ class Ancestors:
         if wanted == version:
             return digest
         with self._lock:
-            lineage = self._lineage(version, digest)
-            while lineage.low > wanted:
-                top = lineage.low
-                first = max(wanted + 1, top - _BATCH + 1)
-                for data in in_parallel(self._stored, range(top, first - 1, -1)):
-                    lineage.extend(data)
-            return lineage.digests[wanted]
-
-    def _lineage(self, version: int, digest: str) -> "_Lineage":
-        """Return the cached lineage of a manifest, or a new one."""
-        lineage = next((known for known in self._lineages if known.digests.get(version) == digest), None)
-        if lineage is None:
-            lineage = _Lineage(version, digest)
-            self._lineages = [*self._lineages[1 - _CACHED_LINEAGES :], lineage]
-        return lineage
+            lineage = next((known for known in self._lineages if known.get(version) == digest), None)
+            if lineage is None:
+                lineage = {version: digest}
+                self._lineages = [*self._lineages[1 - _CACHED_LINEAGES :], lineage]
+            while (low := min(lineage)) > wanted:
+                numbers = range(low, max(wanted, low - _BATCH), -1)
+                for number, data in zip(numbers, in_parallel(self._stored, numbers), strict=True):
+                    lineage[number - 1] = _parent(number, lineage[number], data)
+            return lineage[wanted]
 
 
-class _Lineage:
-    """Digests of consecutive manifests, each named as parent by the next.
-
-    Attributes:
-        low: the oldest version in ``digests``, whose manifest was not read yet.
-    """
-
-    def __init__(self, version: int, digest: str) -> None:
-        self.low = version
-        self.digests = {version: digest}
-
-    def extend(self, data: bytes) -> None:
-        """Add the parent of version ``low``, given the stored bytes of its manifest."""
-        key, found, expected = version_key(self.low), sha256(data).hexdigest(), self.digests[self.low]
-        if found != expected:
-            raise ForkError(
-                f"{key} has digest {found}, but the next version names {expected} as its parent: the manifest was "
-                "replaced"
-            )
-        parent = Manifest.from_bytes(data, key).parent
-        if parent is None:
-            raise ChainError(f"{key} names no parent")
-        self.low -= 1
-        self.digests[self.low] = parent
+def _parent(version: int, digest: str, data: bytes) -> str:
+    """Return the digest of the manifest before a version, given the version's digest and the bytes that are stored."""
+    key, found = version_key(version), sha256(data).hexdigest()
+    if found != digest:
+        raise ForkError(
+            f"{key} has digest {found}, but the next version names {digest} as its parent: the manifest was replaced"
+        )
+    parent = Manifest.from_bytes(data, key).parent
+    if parent is None:
+        raise ChainError(f"{key} names no parent")
+    return parent

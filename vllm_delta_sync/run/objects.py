@@ -29,7 +29,7 @@ from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.changes import BaseLookup, Changes
+from vllm_delta_sync.tensors.changes import BaseLookup
 
 MAPPED_BYTES = 64 * 1024 * 1024
 """Objects above this size are mapped, not read into memory, where that is possible (``read_object``)."""
@@ -86,11 +86,6 @@ class ChangeSummary:
     counts: dict[int, int]
     full: frozenset[int]
     fingerprints: dict[int, Fingerprint]
-
-    @property
-    def changes(self) -> Changes:
-        """The declared changes of fingerprint only."""
-        return Changes(fingerprints=self.fingerprints)
 
 
 def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> ChangeSummary:

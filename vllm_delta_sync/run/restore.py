@@ -36,7 +36,6 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
-from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.process_folders import temporary_directory
 from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, read_shard
@@ -44,7 +43,7 @@ from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.changes import BaseLookup, BaseTensor, Bits, Changes
+from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, names_model, resolve_base
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState, contiguous_buffer
 
@@ -143,6 +142,10 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes; counts the model's bytes, tensor by tensor, and those of the deltas."""
 
 
+def _no_progress(done: int, total: int) -> None:
+    pass
+
+
 class StepTarget(Protocol):
     """What a step is applied to: a whole model (``ModelState``) or parts of it (``PartialState``).
 
@@ -201,14 +204,13 @@ def restore(
         StoreError: the store failed, or there is no room for the weights.
     """
 
+    report = progress or _no_progress
+
     def load(found: Plan) -> ModelState:
-        def filled(done: int) -> None:
-            if progress is not None:
-                progress(done, work_bytes(found))
+        total = work_bytes(found)
+        return load_root(run, found.root, base, in_memory, scratch, room, lambda done: report(done, total))
 
-        return load_root(run, found.root, base, in_memory, scratch, room, filled)
-
-    found, state = execute_plan(run, target, load, progress, avoid, scratch)
+    found, state = execute_plan(run, target, load, report, avoid, scratch)
     return Restored(state, found)
 
 
@@ -216,7 +218,7 @@ def execute_plan(
     run: RunReader,
     target: Manifest,
     load: Callable[[Plan], _Weights],
-    progress: Progress | None = None,
+    progress: Progress = _no_progress,
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
 ) -> tuple[Plan, _Weights]:
@@ -246,15 +248,13 @@ def execute_plan(
         weights: _Weights | None = None
         try:
             weights = load(found)
-            done = run.table.full_bytes
-            if progress is not None:
-                progress(done, work_bytes(found))
+            done, total = run.table.full_bytes, work_bytes(found)
+            progress(done, total)
             for step in found.steps:
                 key = step.key
                 apply_step(step, weights, scratch)
                 done += step.payload_bytes
-                if progress is not None:
-                    progress(done, work_bytes(found))
+                progress(done, total)
             return found, weights
         except CutTileError:
             # No other path helps: the caller has to hold more.
@@ -298,7 +298,8 @@ def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None,
     Raises:
         FingerprintError: the step was made for other weights; if a tensor has another fingerprint than declared after
             its change, the state is unusable.
-        StoreError: the store failed, or there is no room for the objects. Otherwise as ``step_changes``.
+        UnsupportedError: the codec is ``tiled``, and the step goes backwards.
+        StoreError: the store failed, or there is no room for the objects. Otherwise as ``RunReader.changes``.
     """
     if in_pieces is None:
         in_pieces = step.changed > DECODED_ELEMENTS
@@ -309,7 +310,8 @@ def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None,
             for piece in pieces_of(parts):
                 state.apply(piece)
             return
-    changes = step_changes(step, state.base_tensor)
+    objects = [read_object(step.run, ref) for ref in step.objects]
+    changes = decode_objects(step.document, step.run.table, objects, state.base_tensor, step.backwards)
     check_step(step, state.fingerprint, changes.fingerprint)
     state.apply(changes)
 
@@ -337,20 +339,6 @@ def check_step(step: Step, held: Fingerprint, change: Fingerprint) -> Fingerprin
     return reached
 
 
-def step_changes(step: Step, old: BaseLookup | None = None) -> Changes:
-    """Fetch, verify and decode what a step changes, in the step's direction.
-
-    Args:
-        old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``tiled`` needs them.
-
-    Raises:
-        UnsupportedError: the codec is ``tiled``, and ``old`` is None or the step goes backwards.
-        NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunReader.changes``.
-    """
-    objects = [read_object(step.run, ref) for ref in step.objects]
-    return decode_objects(step.document, step.run.table, objects, old, step.backwards)
-
-
 def load_root(
     run: RunReader,
     root: Root,
@@ -358,7 +346,7 @@ def load_root(
     in_memory: bool | None = None,
     scratch: str | Path | None = None,
     room: AllocateBits | None = None,
-    filled: Callable[[int], None] | None = None,
+    filled: Callable[[int], None] = lambda done: None,
 ) -> ModelState:
     """Load the weights of a plan's root from an anchor, a standalone anchor, a checkpoint, or the source run.
 
@@ -374,14 +362,14 @@ def load_root(
         with open_branch_source(run, root.manifest, base) as (source, at, further):
 
             def scaled(done: int, total: int) -> None:
-                if filled is not None:
-                    filled(run.table.full_bytes * done // max(1, total))
+                filled(run.table.full_bytes * done // max(1, total))
 
             return _checked(root.manifest, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
-    if room is None and not _fits_in_memory(run.table, in_memory):
+    in_memory = run.table.full_bytes <= IN_MEMORY_BYTES if in_memory is None else in_memory
+    if room is None and not in_memory:
         room = contiguous_buffer(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
     with root_tensors(run, root, base, scratch) as tensors:
-        state = ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room)
+        state = ModelState(run.table, _counted(tensors, filled), room)
         return _checked(root.document, state)
 
 
@@ -458,10 +446,6 @@ def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:
     if isinstance(document, Manifest):
         check_fingerprint(document, state.fingerprint)
     return state
-
-
-def _fits_in_memory(table: TensorTable, in_memory: bool | None) -> bool:
-    return table.full_bytes <= IN_MEMORY_BYTES if in_memory is None else in_memory
 
 
 def scratch_file(size: int, folder: str | Path | None = None) -> np.ndarray:

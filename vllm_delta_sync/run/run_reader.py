@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 from vllm_delta_sync import units
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.base import check_size
-from vllm_delta_sync.bucket.threads import in_parallel, start_call, wait_for_call
+from vllm_delta_sync.bucket.threads import in_parallel, start_call
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.errors import (
@@ -189,40 +189,23 @@ class _ManifestCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._documents: OrderedDict[str, Future[bytes]] = OrderedDict()
+        self._documents: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
     def get(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return the document; if another thread is fetching it, wait for that."""
+        """Return the document."""
         with self._lock:
-            known = self._documents.get(key)
-            if known is None:
-                made: Future[bytes] = Future()
-                self._documents[key] = made
-            else:
+            if key in self._documents:
                 self._documents.move_to_end(key)
-        if known is not None:
-            wait_for_call(known)
-            # The other thread may have failed for a reason that does not concern this one.
-            return known.result() if known.exception() is None else fetch()
-        try:
-            data = fetch()
-        except BaseException as error:
-            with self._lock:
-                del self._documents[key]
-            made.set_exception(error)
-            raise
-        made.set_result(data)
-        self._make_room(len(data))
-        return data
-
-    def _make_room(self, added: int) -> None:
+                return self._documents[key]
+        data = fetch()
         with self._lock:
-            self._bytes += added
+            # Another thread may have fetched it too.
+            self._bytes += len(data) - len(self._documents.get(key, b""))
+            self._documents[key] = data
             while self._bytes > KEPT_BYTES:
-                # Usually the first; documents that are still being fetched are passed over.
-                oldest = next(key for key, future in self._documents.items() if future.done())
-                self._bytes -= len(self._documents.pop(oldest).result())
+                self._bytes -= len(self._documents.popitem(last=False)[1])
+        return data
 
 
 NAMES = f"{HEAD}~N, tag:NAME, step:N, ago:TIME"
@@ -363,7 +346,7 @@ class RunReader:
         """Read each manifest from the store only once in the block; for checks and listings of many versions.
 
         If a manifest is replaced meanwhile, the bytes read first are used. The cache holds the last used
-        ``prefetch.KEPT_BYTES``.
+        ``KEPT_BYTES``.
         """
         return self._prefetcher.caching_manifests()
 

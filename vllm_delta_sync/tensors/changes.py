@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import ChainError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import DTYPES, DType
@@ -205,14 +204,6 @@ class Changes:
                 sparse.append(group.rows(chosen[0], chosen[-1] + 1))
         full = [full for full in self.full if full.id in tensors]
         return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
-
-    def reversed(self) -> "Changes":
-        """Return the changes that revert these; raises ChainError unless they are ``reversible``."""
-        if not self.reversible:
-            raise ChainError("changes that replace bits cannot be reverted: they do not contain the old bits")
-        sparse = [replace(group, data=group.data.dtype.type(0) - group.data) for group in self.sparse]
-        none = Fingerprint()
-        return Changes(sparse, [], {tensor: none - change for tensor, change in self.fingerprints.items()})
 
 
 def split_by_bytes(sizes: Mapping[int, int], most_bytes: int, most_parts: int) -> list[set[int]]:

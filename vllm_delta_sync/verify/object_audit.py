@@ -78,7 +78,7 @@ class ObjectAudit:
             return decode_objects(document, table, objects, None if state is None else state.base_tensor)
         found = summarize_changes(document, table, objects)
         self._report.undecoded.append(key)
-        return found.changes
+        return Changes(fingerprints=found.fingerprints)
 
     def _fetch(
         self, ref: ObjectRef, document: Listing, key: str, version: int, state: ModelState | None
