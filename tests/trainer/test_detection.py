@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import NAME, Difference, check, compared, disturbed, expected, served, tensor_of
+from tests.support.differences import diff
 from trainer_side.diff import engine, reader
 from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.change_log import ChangeLog
@@ -19,7 +20,7 @@ from trainer_side.diff.engine import Detector, SmallTensor
 from trainer_side.diff.reader import boxes, host_bits, nan_pattern
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.tensors import changes as wire_bits
-from vllm_delta_sync.tensors import diff_kernels, segments
+from vllm_delta_sync.tensors import diff_kernels
 from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 from vllm_delta_sync.tensors.segments import CHUNKS, ROOM
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
@@ -232,7 +233,7 @@ def test_small_tensors_are_compared_in_one_call(dtype: str, share: float) -> Non
         small = [SmallTensor.of(*each) for each in zip(specs, buffers, lives, strict=True)]
         changes = detector.collect_each([tensor for tensor in small if tensor is not None], logs)
         for spec, old, new, buffer, log, change in zip(specs, olds, news, buffers, logs, changes, strict=True):
-            wanted = segments.diff(spec.name, element, old.copy(), new)
+            wanted = diff(spec.name, element, old.copy(), new)
             assert Difference.of(log, change) == Difference(wanted[0].tolist(), wanted[1].tolist(), wanted[2])
             assert np.array_equal(buffer.bits, new)
             log.revert(buffer)
