@@ -7,7 +7,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,26 @@ class StateFile:
     def _open_lock(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return open(os.open(self._lock_path, _LOCK, 0o600), "r+b", buffering=0)
+
+
+def lock_file(path: Path) -> int | None:
+    """Lock a file, made if it is missing, until the returned descriptor is closed, in forked processes too.
+
+    Returns:
+        None if another process has locked the file, or has just removed it.
+    """
+    with ExitStack() as failing:
+        lock = os.open(path, _LOCK | os.O_NONBLOCK, 0o600)
+        failing.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A lock on a nameless file would exclude no process.
+            held = os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False))
+        except (BlockingIOError, FileNotFoundError):
+            return None
+        if held:
+            failing.pop_all()
+        return lock if held else None
 
 
 def _release(lock: FileIO, held: tuple[int, str]) -> None:

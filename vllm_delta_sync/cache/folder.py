@@ -18,12 +18,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_delta_sync.durable_files import make_own_folder
+from vllm_delta_sync.durable_files import lock_file, make_own_folder
 
 STALE_SECONDS = 24 * 3600.0
 """An unfinished download of this age is removed."""
 
-_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CONTINUE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NAME = re.compile(r"([0-9a-f]{64})(\.lock|\.part|\.pieces)?")
@@ -84,21 +83,10 @@ class CacheFolder:
     def try_lock(self, digest: str, stack: ExitStack) -> bool:
         """Try to lock a digest; if that succeeds, the lock is held until the stack unwinds."""
         path = self.path / f"{digest}.lock"
-        lock = os.open(path, _LOCK, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The former holder may have removed the file, and a lock on a nameless file excludes no process.
-            current = os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False))
-        except (BlockingIOError, FileNotFoundError):
-            current = False
-        except OSError:
-            os.close(lock)
-            raise
-        if current:
+        lock = lock_file(path)
+        if lock is not None:
             stack.callback(_unlock, lock, path)
-        else:
-            os.close(lock)
-        return current
+        return lock is not None
 
     # For the holder of a digest's lock
 

@@ -5,13 +5,11 @@ folder holds a complete checkpoint or none: all files are made in its subfolder 
 Fetched objects stay in the subfolder until then, so that a stopped export downloads nothing twice.
 """
 
-import fcntl
 import json
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
@@ -20,7 +18,7 @@ from pydantic import TypeAdapter
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
-from vllm_delta_sync.durable_files import sync_path
+from vllm_delta_sync.durable_files import lock_file, sync_path
 from vllm_delta_sync.errors import (
     ConflictError,
     DataError,
@@ -250,7 +248,7 @@ def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
     work = target / WORK_NAME
     try:
         new = not target.exists()
-        _make_folder(target)
+        target.mkdir(parents=True, exist_ok=True)
         if not work.exists():
             _refuse_foreign(target, work, weights)
         with _locked(work):
@@ -287,34 +285,14 @@ def _refuse_foreign(target: Path, work: Path, weights: Collection[str]) -> None:
 @contextmanager
 def _locked(work: Path) -> Iterator[None]:
     """Make the work folder and lock it. Raises ConflictError: another export has locked it."""
-    with ExitStack() as stack:
-        while True:
-            _make_folder(work)
-            try:
-                lock = stack.enter_context((work / LOCK_NAME).open("wb"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock.fileno()), (work / LOCK_NAME).stat()):
-                    break
-            except BlockingIOError as error:
-                raise ConflictError(
-                    f"another export is writing to {str(work.parent)!r}; wait until it ends, or stop it"
-                ) from error
-            except FileNotFoundError:
-                continue  # an export that just ended removed the folder
+    work.mkdir(exist_ok=True)
+    lock = lock_file(work / LOCK_NAME)
+    if lock is None:
+        raise ConflictError(f"another export is writing to {str(work.parent)!r}; wait until it ends, or stop it")
+    try:
         yield
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder unless it exists. Raises OSError: it cannot be made, or the name is not a folder's."""
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return
-        except FileExistsError:
-            # Also raised if another export removes the folder during the call.
-            with suppress(FileNotFoundError):
-                if not stat.S_ISDIR(folder.lstat().st_mode):
-                    raise
+    finally:
+        os.close(lock)
 
 
 def _clear(work: Path) -> None:

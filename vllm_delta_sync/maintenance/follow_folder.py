@@ -1,6 +1,5 @@
 """``FollowedFolder`` is a folder that follows a run: the lock, what was handled, and which version may come next."""
 
-import fcntl
 import os
 import shutil
 import time
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
-from vllm_delta_sync.durable_files import sync_path
+from vllm_delta_sync.durable_files import lock_file, sync_path
 from vllm_delta_sync.errors import ChainError, ConflictError, ForkError, ReplayError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
@@ -95,22 +94,20 @@ class FollowedFolder(ABC):
                     f"--to {str(self.path)!r} holds {other.name!r}, of another --format; name a new or empty folder"
                 )
             self._work.mkdir(exist_ok=True)
-            lock = (self._work / _LOCK).open("wb")
+            lock = lock_file(self._work / _LOCK)
         except (NotADirectoryError, FileExistsError) as error:
             raise UsageError(f"--to {str(self.path)!r} is a file, or lies below one; name a folder") from error
         except OSError as error:
             raise self._unwritable(error) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConflictError(
-                    f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
-                ) from error
-            try:
-                yield
-            finally:
-                shutil.rmtree(self._work / NEXT, ignore_errors=True)
+        if lock is None:
+            raise ConflictError(
+                f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
+            )
+        try:
+            yield
+        finally:
+            shutil.rmtree(self._work / NEXT, ignore_errors=True)
+            os.close(lock)
 
     def update(self, run: Run, version: Version) -> FollowedVersion | None:
         """Move the folder to a version; None if it is there, and the last switch to it was handled.
