@@ -220,6 +220,14 @@ def check_server_url(url: str) -> None:
         raise UsageError(f"server URL {url[:200]!r} has a user, a password, a query or a fragment; leave them out")
 
 
+def connection_to(url: str, timeout: float) -> http.client.HTTPConnection:
+    """Return a connection to the server of a valid URL, not opened yet. Args: timeout: in seconds, of each step."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    # With a port, http.client does not look for one in an IPv6 address.
+    return kind(parts.hostname or "", parts.port or kind.default_port, timeout=timeout)
+
+
 def ask(
     url: str,
     path: str,
@@ -239,11 +247,7 @@ def ask(
         UnavailableError: no server accepts the connection, or what answers is not an HTTP server.
         DeadlineError: the answer does not come in time. FormatError: it is too large.
     """
-    parts = urlsplit(url)
-    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    # With a port, http.client does not look for one in an IPv6 address.
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    connection = connect(parts.hostname or "", port, timeout=REQUEST_SECONDS)
+    connection = connection_to(url, REQUEST_SECONDS)
     seconds = REQUEST_SECONDS if seconds is None else seconds
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if body is not None:
@@ -262,7 +266,9 @@ def ask(
         connection.sock.settimeout(None)
         timer = threading.Timer(seconds, give_up, (connection.sock,))
         timer.start()
-        connection.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+        connection.request(
+            method, urlsplit(url).path.rstrip("/") + path, None if body is None else json.dumps(body), headers
+        )
         answer = connection.getresponse()
         data = answer.read(MAX_ANSWER_BYTES + 1)
         if late.is_set():

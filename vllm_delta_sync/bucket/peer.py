@@ -1,7 +1,6 @@
 """``PeerBucket``: reads objects that another server of the run, or ``delta-sync mirror``, has in its cache."""
 
 import http.client
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 from vllm_delta_sync.bucket.base import ObjectInfo, ReadOnlyBucket, check_size, report_bytes
 from vllm_delta_sync.bucket.ranged import digest_of
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError, UnavailableError, UsageError
-from vllm_delta_sync.logs import public_url
+from vllm_delta_sync.server_client import check_server_url, connection_to
 
 OBJECTS_PATH = "/delta_sync/objects/"
 """Path of the route, before the digest."""
@@ -21,8 +20,6 @@ PROGRESS_HEADER = "X-Delta-Sync-Progress"
 SILENT_SECONDS = 5.0
 """Longest time without a byte from a peer."""
 PIECE_BYTES = 1024 * 1024
-
-_HOST = re.compile(r"[!-~]+")
 
 _caller: ContextVar[str | None] = ContextVar("delta_sync_caller", default=None)
 
@@ -66,23 +63,11 @@ class PeerBucket(ReadOnlyBucket):
     why_read_only = "a peer only serves objects; use the bucket"
 
     def __init__(self, url: str, token: str) -> None:
-        parts = urlsplit(url)
-        self._address: tuple[str | None, int | None]
         try:
-            # As a connection would write it: an empty or too long label of a name is an error there.
-            self._address = ((parts.hostname or "").encode("idna").decode(), parts.port)
-        except ValueError:
-            self._address = (None, None)
-        if (
-            parts.scheme not in ("http", "https")
-            or not _HOST.fullmatch(self._address[0] or "")
-            or public_url(url) != url
-        ):
-            raise UsageError(
-                f"peer {public_url(url)[:200]!r} is not valid; write http://host:port or https://host:port"
-            )
-        self.url = url.rstrip("/")
-        self._tls, self._path, self._token = parts.scheme == "https", parts.path.rstrip("/"), token
+            check_server_url(url)
+        except UsageError as error:
+            raise UsageError(f"peer: {error.message}") from error
+        self.url, self._token = url.rstrip("/"), token
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         return self._read(key, {}, max_bytes)
@@ -91,15 +76,12 @@ class PeerBucket(ReadOnlyBucket):
         return self._read(key, {"Range": f"bytes={start}-{start + length - 1}"}, length)
 
     def _read(self, key: str, headers: dict[str, str], max_bytes: int | None) -> bytes:
-        host, port = self._address
-        make = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        # With a port, http.client does not look for one in an IPv6 address.
-        connection = make(str(host), make.default_port if port is None else port, timeout=SILENT_SECONDS)
+        connection = connection_to(self.url, SILENT_SECONDS)
         headers["Authorization"] = f"Bearer {self._token}"
         if (caller := _caller.get()) is not None:
             headers[CALLER_HEADER] = caller
         try:
-            connection.request("GET", f"{self._path}{OBJECTS_PATH}{digest_of(key)}", headers=headers)
+            connection.request("GET", f"{urlsplit(self.url).path}{OBJECTS_PATH}{digest_of(key)}", headers=headers)
             answer = connection.getresponse()
             self._check(key, answer)
             size = answer.length
