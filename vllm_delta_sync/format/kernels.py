@@ -55,20 +55,6 @@ ZERO = np.uint64(0)
 ONE = np.uint64(1)
 
 
-def _can_cache():
-    """Return whether numba finds a folder for compiled code; numba raises from its decorator if there is none."""
-
-    def probe():
-        return None
-
-    try:
-        numba.njit(cache=True)(probe)
-    except RuntimeError as error:
-        _warn_uncached(error)
-        return False
-    return True
-
-
 def _warn_uncached(reason):
     _log.warn(
         f"each process compiles its loops again, which takes seconds: {reason}; set NUMBA_CACHE_DIR to a writable "
@@ -95,14 +81,13 @@ class _LoopCache(FunctionCache):
                 self.flush()  # so that it is written anew
 
 
-_CACHES = _can_cache()
-
-
 def _compile(function):
     """Return a loop that is compiled when it is first called."""
     loop = numba.njit(nogil=True)(function)
-    if _CACHES:
+    try:
         loop._cache = _LoopCache(function)
+    except RuntimeError as error:  # numba finds no folder for compiled code
+        _warn_uncached(error)
     return loop
 
 
