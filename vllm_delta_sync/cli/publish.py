@@ -31,14 +31,6 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
     folder.add_argument("--watch", metavar="DIR", help="publish each checkpoint that appears as a subfolder")
 
 
-class _Ended(KeyboardInterrupt):
-    """SIGTERM came: everything ends as after Ctrl-C."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _Ended
-
-
 class _Ending:
     """What SIGTERM and SIGINT do to a watcher: the first stops it within the grace period, the second at once.
 
@@ -130,7 +122,7 @@ def publish(options: argparse.Namespace) -> Report:
     from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher
 
     settings = options.settings
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with CheckpointPublisher(
             bucket_url(options),

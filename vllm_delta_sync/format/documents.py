@@ -4,6 +4,7 @@ None of them commits a version. Digests of manifests and fingerprints bind them 
 any of them.
 """
 
+import itertools
 import re
 from typing import Annotated, NamedTuple, Self
 
@@ -60,6 +61,12 @@ def anchor_key(version: int) -> str:
 def merged_delta_key(first: int, last: int) -> str:
     """Return the key of the merged delta from version ``first`` to ``last``."""
     return f"{MERGED_PREFIX}{first:010d}-{last:010d}.json"
+
+
+def shared_digits(one: int, other: int) -> str:
+    """Return what the ten digits of two versions begin with, and so the keys of merged deltas between them."""
+    pairs = zip(f"{one:010d}", f"{other:010d}", strict=True)
+    return "".join(digit for digit, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def claim_key(epoch: int) -> str:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
@@ -30,10 +30,7 @@ from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 Kind = Literal[
     "deltas", "anchors", "standalone anchors", "merged deltas", "sidecars", "files", "manifests", "documents", "unnamed"
 ]
-KINDS: tuple[Kind, ...] = (
-    *("deltas", "anchors", "standalone anchors", "merged deltas"),
-    *("sidecars", "files", "manifests", "documents", "unnamed"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """Kinds of objects. ``anchors`` are those in the history; ``unnamed`` is what no readable document names."""
 Progress = Callable[[int, int], None]
 """Called with documents or objects done and in total."""

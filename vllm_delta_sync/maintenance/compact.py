@@ -20,14 +20,13 @@ from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, SignatureError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
-    MERGED_PREFIX,
     TAGS_PREFIX,
     MergedDelta,
     Retention,
     Tag,
     anchor_key,
     merged_delta_key,
-    merged_delta_of_key,
+    shared_digits,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import Manifest
@@ -154,11 +153,8 @@ def _missing_ranges(run: RunReader, manifest: Manifest, aligned: int) -> list[Ve
         window *= MERGE_WIDTH
     start = max(0, aligned - window)
     # List only keys that share the window's leading digits: a long run has many merged deltas.
-    low, high = f"{start:010d}", f"{aligned - 1:010d}"
-    shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
-    items = run.bucket.list(MERGED_PREFIX + low[:shared])
-    ranges = (pair for item in items if (pair := merged_delta_of_key(item.key)) is not None)
-    listed = _trusted_merged_deltas(run, ranges, READ_PER_CALL)
+    prefix = shared_digits(start, aligned - 1)
+    listed = _trusted_merged_deltas(run, run.merged_deltas(prefix), READ_PER_CALL)
     missing = [pair for pair in due_ranges(start, aligned, _breaks(manifest)) if pair not in listed]
     missing.sort(key=lambda pair: (pair[1] != aligned, pair[1] - pair[0], -pair[1]))
     if any(pair[1] != aligned for pair in missing):

@@ -23,7 +23,6 @@ from vllm_delta_sync.format.safetensors_file import Buffer, aligned, read_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import names_model
-from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.urls import store_of
 
 PLAUSIBLE_RANKS = 4096
@@ -86,21 +85,6 @@ def check_tensor_fingerprints(manifest: Manifest | Anchor, table: TensorTable) -
             f"version {manifest.version}: tensor_fingerprints add up to {total.hex()}, but fingerprint is "
             f"{manifest.fingerprint}"
         )
-
-
-def check_fingerprint(manifest: Manifest, measured: Fingerprint) -> None:
-    """Raise FingerprintError unless ``measured`` is the manifest's."""
-    if measured != manifest.model_fingerprint:
-        raise FingerprintError(
-            f"version {manifest.version}: weights have fingerprint {measured.hex()}, the manifest says "
-            f"{manifest.fingerprint}"
-        )
-
-
-def check_tensors(manifest: Manifest | Anchor, state: ModelState) -> None:
-    """Raise FingerprintError unless each tensor has the fingerprint that an anchor or a reference declares."""
-    for spec, value in zip(state.table, state.fingerprints, strict=True):
-        check_tensor(manifest, spec.name, value)
 
 
 def check_tensor(manifest: Manifest | Anchor, name: str, measured: Fingerprint) -> None:

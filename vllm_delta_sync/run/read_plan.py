@@ -19,6 +19,7 @@ from vllm_delta_sync.format.documents import (
     merged_delta_key,
     merged_delta_of_key,
     named_versions,
+    shared_digits,
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
@@ -336,9 +337,7 @@ class ReadPlanner:
         the others. Only a way from ``ROOT`` needs anchors.
         """
         from_root = first == ROOT
-        low, high = f"{min(first, last):010d}", f"{max(first, last):010d}"
-        same = 0 if from_root else next((place for place in range(10) if low[place] != high[place]), 10)
-        prefix = low[:same]
+        prefix = "" if from_root else shared_digits(first, last)
         reads: list[Callable[[], None]] = []
         if not any(prefix.startswith(listed) for listed in self._listed):
             self._listed.add(prefix)

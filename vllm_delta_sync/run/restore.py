@@ -38,7 +38,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.process_folders import temporary_directory
-from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, read_shard
+from vllm_delta_sync.run.checks import check_bits, check_tensor, read_shard
 from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
@@ -442,9 +442,14 @@ def _shards(run: RunReader, document: Manifest | Anchor, scratch: str | Path | N
 
 
 def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:
-    check_tensors(document, state)
-    if isinstance(document, Manifest):
-        check_fingerprint(document, state.fingerprint)
+    """Return the state. Raises FingerprintError unless a root declares the fingerprints of its tensors and of it."""
+    for spec, value in zip(state.table, state.fingerprints, strict=True):
+        check_tensor(document, spec.name, value)
+    if state.fingerprint != document.model_fingerprint:
+        raise FingerprintError(
+            f"version {document.version}: weights have fingerprint {state.fingerprint.hex()}, the manifest says "
+            f"{document.fingerprint}"
+        )
     return state
 
 

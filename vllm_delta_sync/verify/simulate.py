@@ -1,7 +1,5 @@
 """``simulate_fingerprints`` hashes what changes would make of weights; ``first_damaged_tensor`` locates damage."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from vllm_delta_sync.codec.delta_reader import DeltaReader
@@ -40,17 +38,11 @@ def _simulate_tensor(state: ModelState, tensor: int, rows: _Rows) -> Fingerprint
     return fingerprint_change(state.table[tensor].name, touched, before, after)
 
 
-def first_mismatch(
-    table: TensorTable, declared: Mapping[int, Fingerprint], measured: Mapping[int, Fingerprint]
-) -> str | None:
-    """Return the first tensor whose change of fingerprint is not as declared; None if all are."""
-    wrong = [tensor for tensor, value in declared.items() if measured.get(tensor) != value]
-    return table[min(wrong)].name if wrong else None
-
-
 def first_wrong_tensor(state: ModelState, changes: Changes) -> str | None:
     """Return the first tensor that ``state.apply(changes)`` would not change as declared; None if there is none."""
-    return first_mismatch(state.table, changes.fingerprints, simulate_fingerprints(state, changes))
+    measured = simulate_fingerprints(state, changes)
+    wrong = [tensor for tensor, declared in changes.fingerprints.items() if measured.get(tensor) != declared]
+    return state.table[min(wrong)].name if wrong else None
 
 
 def first_damaged_tensor(

@@ -445,13 +445,8 @@ def _streams(
     return sizes, streams, int(used)
 
 
-def _raw_bits() -> npt.NDArray[np.int64]:
-    """Return (2, SYMBOLS) raw bits that follow a symbol."""
-    tokens = np.stack([np.arange(SYMBOLS) // 3, np.arange(SYMBOLS)])
-    return np.maximum(tokens // 4, 1) - 1
-
-
-_RAW_BITS = _raw_bits()
+_RAW_BITS = np.maximum(np.stack([np.arange(SYMBOLS) // 3, np.arange(SYMBOLS)]) // 4, 1) - 1
+"""(2, SYMBOLS) raw bits that follow a symbol."""
 
 
 def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.NDArray[np.uint8]:
