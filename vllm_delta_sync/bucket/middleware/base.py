@@ -1,6 +1,5 @@
 """``BucketMiddleware``: the base of all middleware, with one hook, ``_around``, through which every call goes."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,13 +78,25 @@ class BucketMiddleware(Bucket):
         return self._inner.list(prefix)
 
     def _list_pages(self, prefix: str) -> Iterator[ObjectInfo]:
-        """List a prefix in pages; the read of each page is a call."""
-        pages = _Pages(self._inner, prefix)
-        try:
-            while page := self._around(Call("list", prefix), pages.read):
-                yield from page
-        finally:
-            pages.close()
+        """List a prefix in pages; the read of each page is a call. An error is raised after the keys before it."""
+        items = iter(self._inner.list(prefix))
+        failed: DeltaSyncError | None = None
+
+        def read() -> Sequence[ObjectInfo]:
+            nonlocal failed
+            if failed is not None:
+                raise failed
+            page: list[ObjectInfo] = []
+            try:
+                page.extend(islice(items, PAGE))
+            except DeltaSyncError as error:
+                if not page:
+                    raise
+                failed = error
+            return page
+
+        while page := self._around(Call("list", prefix), read):
+            yield from page
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         self._around(Call("put", key, data=data), lambda: self._inner.put(key, data, if_absent=if_absent))
@@ -113,52 +124,6 @@ class BucketMiddleware(Bucket):
 
     def close(self) -> None:
         self._inner.close()
-
-
-class _Pages:
-    """A listing that is read in pages; an error is raised after the keys that were read before it."""
-
-    def __init__(self, bucket: Bucket, prefix: str) -> None:
-        self._bucket = bucket
-        self._prefix = prefix
-        self._items: Iterator[ObjectInfo] | None = None
-        self._error: DeltaSyncError | None = None
-        self._busy = threading.Lock()
-        self._closed = False
-
-    def read(self) -> Sequence[ObjectInfo]:
-        """Return the next page; empty at the end."""
-        try:
-            with self._busy:
-                return self._next_page()
-        finally:
-            if self._closed:
-                self.close()
-
-    def close(self) -> None:
-        """Release the listing's connection, unless a page is being read: then the reading thread does so."""
-        self._closed = True
-        if self._busy.acquire(blocking=False):
-            try:
-                close = getattr(self._items, "close", None)
-                if close is not None:
-                    close()
-            finally:
-                self._busy.release()
-
-    def _next_page(self) -> Sequence[ObjectInfo]:
-        if self._error is not None:
-            raise self._error
-        if self._items is None:
-            self._items = self._bucket.list(self._prefix)
-        page: list[ObjectInfo] = []
-        try:
-            page.extend(islice(self._items, PAGE))
-        except DeltaSyncError as error:
-            if not page:
-                raise
-            self._error = error
-        return page
 
 
 def size_of(data: bytes | Path | None) -> int:

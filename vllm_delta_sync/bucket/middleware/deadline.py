@@ -9,12 +9,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by, with_observers
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.threads import SLICE_SECONDS, wait_interruptibly
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, start_call, wait_interruptibly
 from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -32,143 +35,92 @@ class DeadlineBucket(BucketMiddleware):
         super().__init__(inner)
         self._options = options
         # List methods are atomic. A lock could be left locked by a fork.
-        self._abandoned_writes: list[_ThreadCall[Any]] = []
+        self._abandoned: list[_Write] = []
 
     def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
         if call.method not in ("put", "delete"):
-            return self._run(call.action, _ThreadCall(run, self._options))
-        content = _content(call.data)
-        for earlier in list(self._abandoned_writes):
+            return self._run(call.action, run)
+        write = _Write(call.key, _content(call.data), size_of(call.data))
+        for earlier in list(self._abandoned):
             # An earlier write may still take effect, which does not matter if it writes the same content.
-            if earlier.key != call.key or earlier.content == content:
+            if earlier.key != write.key or earlier.content == write.content or earlier.future is None:
                 continue
-            if not earlier.ends_within(self._options.allowance(earlier.size)):
+            allowance = self._options.allowance(earlier.size)
+            if not wait_interruptibly(partial(_has_ended, earlier.future), allowance):
                 raise self._timeout_error(
                     f"cannot {call.action} of {self.url}: an earlier write of it was abandoned and has not ended, so "
                     "it could overwrite this one; restart this process if this error persists"
                 )
-        size = size_of(call.data)
-        writing = _ThreadCall(run, self._options, size, call.key, content, self._abandoned_writes)
-        return self._run(call.action, writing)
+        return self._run(call.action, run, write)
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._list_pages(prefix)
 
     def close(self) -> None:
         try:
-            self._run("close", _ThreadCall(super().close, self._options))
+            self._run("close", super().close)
         except UnavailableError:
             pass  # the caller cannot act on it
 
-    def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
-        try:
-            with observed_by(call.on_bytes):
-                run = with_observers(call.run)
+    def _run(self, action: str, run: Callable[[], _Result], write: "_Write | None" = None) -> _Result:
+        meter, began = _Meter(0 if write is None else write.size), time.monotonic()
+        with observed_by(meter.on_bytes):
             try:
-                # A daemon, so that a call that hangs does not delay the end of the process.
-                threading.Thread(target=run, name="delta-sync-store", daemon=True).start()
+                future = start_call(run)
             except RuntimeError:  # the interpreter is shutting down, or there are too many threads
-                run()
-            while not call.ends_within(max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
-                if call.seconds_left() <= 0 and call.abandon():
-                    raise self._timeout_error(
-                        f"cannot {action} of {self.url}: no answer within {call.allowance():.1f} s"
-                    )
-            return call.result()
-        except BaseException:  # also on an interrupt; has no effect on a call that has ended
-            call.abandon()
+                return run()
+        try:
+            while not future.done():
+                allowance = self._options.allowance(meter.size)
+                left = began + allowance - time.monotonic()
+                if not _has_ended(future, max(0.0, min(left, SLICE_SECONDS))) and left <= 0:
+                    raise self._timeout_error(f"cannot {action} of {self.url}: no answer within {allowance:.1f} s")
+            return future.result()
+        except BaseException:  # also on an interrupt; a call that has ended is not abandoned
+            meter.abandoned = not future.done()
+            if write is not None and meter.abandoned:
+                write.future = future
+                self._abandoned.append(write)
+                future.add_done_callback(lambda _: self._abandoned.remove(write))
             raise
 
     def _timeout_error(self, what: str) -> UnavailableError:
         return UnavailableError(f"{what}; check the network, or raise store_deadline")
 
 
-class _ThreadCall(Generic[_Result]):
-    """One call in a thread of its own, which may be abandoned.
+@dataclass
+class _Write:
+    """What a put or a deletion writes; ``future``: of one that was abandoned."""
 
-    Attributes:
-        key, content: what a write writes. size: in bytes.
-        abandoned: the list that holds a write from when it is abandoned until it ends; None for other calls.
-        finished: locked until the call has ended.
-    """
+    key: str
+    content: object
+    size: int
+    future: "Future[Any] | None" = None
 
-    def __init__(
-        self,
-        work: Callable[[], _Result],
-        options: StoreOptions,
-        size: int = 0,
-        key: str = "",
-        content: object = None,
-        abandoned: "list[_ThreadCall[Any]] | None" = None,
-    ) -> None:
-        self._work: Callable[[], _Result] | None = work
-        self._options = options
-        self.size, self.key, self.content = size, key, content
-        self._all_abandoned = abandoned
-        self.finished = threading.Lock()
-        self.finished.acquire()
+
+class _Meter:
+    """Counts the bytes of a call, and ends the transfer of an abandoned one. Attributes: size: known so far."""
+
+    def __init__(self, size: int) -> None:
+        self._known, self._moved = size, 0
         self._lock = threading.Lock()
-        self._moved = 0
-        self._ended = self._abandoned = False
-        self._result: _Result | None = None
-        self._error: BaseException | None = None
-        self._began = time.monotonic()
+        self.abandoned = False
+
+    @property
+    def size(self) -> int:
+        return max(self._known, self._moved)
 
     def on_bytes(self, count: int) -> None:
         with self._lock:
             self._moved += count
-        if self._abandoned:
-            # The result would be dropped, so end the transfer.
+        if self.abandoned:
+            # The result would be dropped.
             raise UnavailableError("the call missed its deadline and was abandoned; try again")
 
-    def allowance(self) -> float:
-        """Return the seconds that the call may take, by the size that is known now."""
-        return self._options.allowance(max(self.size, self._moved))
 
-    def seconds_left(self) -> float:
-        """Return the seconds until the deadline."""
-        return self.allowance() - (time.monotonic() - self._began)
-
-    def run(self) -> None:
-        """Make the call, in its thread."""
-        work, self._work = self._work, None
-        try:
-            if work is not None:
-                self._result = work()
-        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-            self._error = error
-        with self._lock:
-            self._ended = True
-        if self._abandoned:
-            self._result = self._error = None
-            if self._all_abandoned is not None:
-                self._all_abandoned.remove(self)
-        self.finished.release()
-
-    def abandon(self) -> bool:
-        """Abandon the call; return False if it has ended already."""
-        with self._lock:
-            if not self._ended and not self._abandoned:
-                self._abandoned = True
-                if self._all_abandoned is not None:
-                    self._all_abandoned.append(self)
-            return self._abandoned
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for the call to end; several threads may wait."""
-        if not wait_interruptibly(lambda left: self.finished.acquire(timeout=left), seconds):
-            return False
-        self.finished.release()
-        return True
-
-    def result(self) -> _Result:
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # the error's traceback refers to this frame: avoid a reference cycle
-        result, self._result = self._result, None
-        return result  # type: ignore[return-value]  # None only where the work gave None
+def _has_ended(future: "Future[Any]", seconds: float) -> bool:
+    """Wait for a call to end."""
+    return bool(wait((future,), seconds).done)
 
 
 def _content(data: bytes | Path | None) -> object:
