@@ -72,24 +72,22 @@ class ExportRecord:
         manifest: SHA-256 of the version's manifest. fingerprint: of the weights.
     """
 
-    files: list[str]
+    format_version: int = 1
     run: str = ""
     version: int = -1
     step: int = 0
     manifest: str = ""
     fingerprint: str = ""
-    format_version: int = 1
+    files: list[str] = field(kw_only=True)
 
     @classmethod
     def of(cls, manifest: Manifest, files: list[str]) -> Self:
         """Return the record of a version that is in these files."""
-        return cls(files, manifest.run, manifest.version, manifest.step, manifest.digest, manifest.fingerprint)
+        identity = manifest.run, manifest.version, manifest.step, manifest.digest, manifest.fingerprint
+        return cls(1, *identity, files=files)
 
     def to_bytes(self) -> bytes:
-        fields = asdict(self)
-        # In the order of earlier releases, which people read.
-        order = ("format_version", "run", "version", "step", "manifest", "fingerprint", "files")
-        return (json.dumps({name: fields[name] for name in order}, indent=2) + "\n").encode()
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 
 _RECORD = TypeAdapter(ExportRecord)
@@ -358,7 +356,7 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
     if not moved and not deleted:
         return
     # From now on the old and the new files count as the export's, even if it is stopped.
-    write_file(work / EXPORT_NAME, ExportRecord(sorted({*before, *names})).to_bytes())
+    write_file(work / EXPORT_NAME, ExportRecord(files=sorted({*before, *names})).to_bytes())
     identifying = (ADAPTER_NAME, SINGLE_NAME, INDEX_NAME, ADAPTER_CONFIG_NAME, CONFIG_NAME, EXPORT_NAME)
     if any(name.endswith(WEIGHTS_SUFFIX) for name in moved):
         deleted |= moved.intersection(identifying)

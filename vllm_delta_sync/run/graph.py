@@ -192,6 +192,8 @@ class Linked(Protocol):
     def parent(self) -> str | None: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
 
 
 def broken_link(before: Linked, manifest: Linked, digest: str | None = None) -> str | None:
@@ -245,17 +247,8 @@ def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tup
     return known, wrong
 
 
-class Described(Protocol):
-    """A manifest, or a note of one."""
-
-    @property
-    def digest(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-
-
 def contradiction(
-    document: Standalone, manifests: Mapping[int, Described], known: Mapping[int, str] | None = None
+    document: Standalone, manifests: Mapping[int, Linked], known: Mapping[int, str] | None = None
 ) -> DataError | None:
     """Return what contradicts a document beside the chain; None if nothing does.
 
