@@ -148,13 +148,6 @@ class ObjectAudit:
         return found
 
 
-def wrong_tensor(what: str, tensor: str) -> FingerprintError:
-    return FingerprintError(
-        f"{what}: tensor {tensor!r} does not have the declared fingerprint after the change: the object was made "
-        "against other weights, or is damaged"
-    )
-
-
 def check_files(run: RunReader, report: VerifyReport, found: Findings) -> None:
     """Read all files of a run, count them in the report, and add what is wrong."""
     for item in run.info.files:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_delta_sync.errors import BaseUnavailableError, DataError, NotFoundError, UsageError
+from vllm_delta_sync.errors import BaseUnavailableError, DataError, FingerprintError, NotFoundError, UsageError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import describe_document
@@ -18,7 +18,7 @@ from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.early_reads import EarlyReads
-from vllm_delta_sync.verify.object_audit import ObjectAudit, wrong_tensor
+from vllm_delta_sync.verify.object_audit import ObjectAudit
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 from vllm_delta_sync.verify.simulate import first_wrong_tensor
 
@@ -125,7 +125,11 @@ class ReplayAudit:
             if error is not None:
                 found.append(Finding(key, error, high))
             elif wrong is not None:
-                found.append(Finding(key, wrong_tensor(describe_document(document), wrong), high, tensor=wrong))
+                error = FingerprintError(
+                    f"{describe_document(document)}: tensor {wrong!r} does not have the declared fingerprint after the "
+                    "change: the object was made against other weights, or is damaged"
+                )
+                found.append(Finding(key, error, high, tensor=wrong))
             elif state is not None and isinstance(document, Manifest):
                 state.apply(changes)
                 self.loaded = high

@@ -57,33 +57,27 @@ def examine(
     """As ``verify_run``, and return the document audit as well."""
     check_base_exists(base)
     with run.caching_manifests():
-        return _examine(run, base, progress, found)
-
-
-def _examine(
-    run: RunReader, base: str | Path | None, progress: Progress | None, found: Findings
-) -> tuple[VerifyReport, DocumentAudit]:
-    documents = DocumentAudit(run)
-    for finding in documents.findings:
-        found.add(finding)
-    signature = run.info.signature
-    signed = None if signature is None else signature.key
-    report = VerifyReport(
-        findings=found.items, pointed=documents.pointed, signed=signed, checked=run.keyring.checks_signatures
-    )
-    check_files(run, report, found)
-    good_sidecars = set[str]()
-    report.replayed = True
-    replay = ReplayAudit(run, documents, base, found, report)
-    for version, manifest in replay.versions():
-        replay.audit_version(version, manifest)
-        if manifest is not None:
-            check_sidecars(run, manifest, report, found, good_sidecars)
-            report.head = version
-        report.versions += 1
-        if progress is not None:
-            progress(report)
-    replay.finish()
+        documents = DocumentAudit(run)
+        for finding in documents.findings:
+            found.add(finding)
+        signature = run.info.signature
+        signed = None if signature is None else signature.key
+        report = VerifyReport(
+            findings=found.items, pointed=documents.pointed, signed=signed, checked=run.keyring.checks_signatures
+        )
+        check_files(run, report, found)
+        good_sidecars = set[str]()
+        report.replayed = True
+        replay = ReplayAudit(run, documents, base, found, report)
+        for version, manifest in replay.versions():
+            replay.audit_version(version, manifest)
+            if manifest is not None:
+                check_sidecars(run, manifest, report, found, good_sidecars)
+                report.head = version
+            report.versions += 1
+            if progress is not None:
+                progress(report)
+        replay.finish()
     if report.undecoded:
         report.notes.append(
             f"{len(report.undecoded)} documents of codec 'tiled' (the first is {report.undecoded[0]}) were read "

@@ -5,7 +5,6 @@ With trusted keys, documents without a valid signature are not restored.
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.verified import fetch_object
@@ -52,7 +51,7 @@ class Mirror:
 
         If the mirror's HEAD.json names a newer version, that version is restored first.
         """
-        return self._first([self._head])
+        return self._tried(self._head)
 
     def restore(self, finding: Finding) -> str | None:
         """Restore the subject of a finding.
@@ -60,31 +59,23 @@ class Mirror:
         Returns:
             the key that was put; None if the mirror has nothing that is proven correct.
         """
-        attempts: list[Callable[[], str | None]]
         version = version_of_key(finding.key)
         if finding.ref is not None:
-            attempts = [partial(self._object, finding.ref), partial(self._retention, finding)]
-        elif (stored := finding.sidecar or finding.run_file) is not None:
-            attempts = [partial(self._stored_file, stored)]
-        elif version is not None:
-            attempts = [partial(self._manifest, version)]
-        elif finding.key == HEAD_KEY:
-            attempts = [self._head]
-        else:
-            attempts = [partial(self._standalone, finding.key)]
-        return self._first(attempts)
+            return self._tried(self._object, finding.ref) or self._tried(self._retention, finding)
+        if (stored := finding.sidecar or finding.run_file) is not None:
+            return self._tried(self._stored_file, stored)
+        if version is not None:
+            return self._tried(self._manifest, version)
+        return self._tried(self._head) if finding.key == HEAD_KEY else self._tried(self._standalone, finding.key)
 
     @staticmethod
-    def _first(attempts: list[Callable[[], str | None]]) -> str | None:
-        for attempt in attempts:
-            try:
-                key = attempt()
-            except (DataError, UsageError, ConflictError):
-                # The copy is damaged or cannot be listed, there is no key to sign with, or a publisher was first.
-                continue
-            if key is not None:
-                return key
-        return None
+    def _tried(restore: Callable[..., str | None], *args: object) -> str | None:
+        """Return what an attempt returns; None if it fails."""
+        try:
+            return restore(*args)
+        except (DataError, UsageError, ConflictError):
+            # The copy is damaged or cannot be listed, there is no key to sign with, or a publisher was first.
+            return None
 
     def _object(self, ref: ObjectRef) -> str:
         with ProcessFolder() as folder:
@@ -119,7 +110,7 @@ class Mirror:
         wanted = set(versions)
         keys = [anchor_key(version) for version in self._copy.anchors() if version in wanted]
         keys += [merged_delta_key(*pair) for pair in self._copy.merged_deltas() if pair[1] in wanted]
-        restored = [self._first([partial(self._standalone, key)]) for key in keys if self._stored(key) is None]
+        restored = [self._tried(self._standalone, key) for key in keys if self._stored(key) is None]
         return [key for key in restored if key is not None]
 
     def _manifest(self, version: int) -> str | None:
@@ -129,7 +120,7 @@ class Mirror:
         """
         manifest, known = self._copy.manifest(version), self._audit.known
         if manifest.to_bytes() == self._stored(version_key(version)):
-            return self._first([lambda: self._after(version), self._head])
+            return self._tried(self._after, version) or self._tried(self._head)
         if known.get(version) == manifest.digest:
             return self._put_manifest(manifest)
         # At most HEAD.json names it, which may be damaged too.

@@ -88,34 +88,27 @@ def repair(
     with ExitStack() as stack:
         if isinstance(mirror, str):
             mirror = stack.enter_context(open_beside(bucket, mirror, mirrored=False))
-        target = stack.enter_context(DryRunBucket(bucket)) if dry_run else bucket
-        return _repair(target, mirror, base, progress, keyring)
-
-
-def _repair(
-    bucket: Bucket, mirror: Bucket | None, base: str | Path | None, progress: Progress | None, keyring: Keyring
-) -> RepairReport:
-    outcome = RepairReport()
-    if mirror is not None:
-        outcome.repaired += [f"{key}: from the mirror" for key in restore_identity(bucket, mirror, keyring)]
-    run = RunReader(bucket, keyring)
-    if mirror is not None:
-        check_copy(mirror, run.info)
-    unsigned: list[str] = []
-    for _ in range(ROUNDS):
-        report, audit = examine(run, base, progress, Findings(keep=True))
-        unsigned = []
-        done = _round(run, mirror, base, report, audit, unsigned)
-        new = [line for line in done if line not in outcome.repaired]
-        outcome.repaired += new
-        if not new:
-            break
-    else:
-        report, audit = examine(run, base, progress, Findings(keep=True))
-    outcome.notes = report.notes
-    outcome.unreadable = report.unreadable
-    outcome.lost = _lost(report, audit) + (unsigned if report.findings else [])
-    return outcome
+        if dry_run:
+            bucket = stack.enter_context(DryRunBucket(bucket))
+        repaired: list[str] = []
+        if mirror is not None:
+            repaired += [f"{key}: from the mirror" for key in restore_identity(bucket, mirror, keyring)]
+        run = RunReader(bucket, keyring)
+        if mirror is not None:
+            check_copy(mirror, run.info)
+        unsigned: list[str] = []
+        for _ in range(ROUNDS):
+            report, audit = examine(run, base, progress, Findings(keep=True))
+            unsigned = []
+            done = _round(run, mirror, base, report, audit, unsigned)
+            new = [line for line in done if line not in repaired]
+            repaired += new
+            if not new:
+                break
+        else:
+            report, audit = examine(run, base, progress, Findings(keep=True))
+        lost = _lost(report, audit) + (unsigned if report.findings else [])
+        return RepairReport(repaired, lost, report.unreadable, report.notes)
 
 
 def _round(
