@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -219,9 +219,16 @@ class ObjectServer:
     def _verify_or_fetch(self, digest: str) -> tuple[int, float] | None:
         """Return size and seconds of an object that was not in the cache."""
         key, found, fetched = object_key(digest), None, None
-        with suppress(FileNotFoundError), self._while_verifying(digest):
+        with self._lock:
+            self._verifying.add(digest)
+        try:
             size = self._folder.object_path(digest).stat().st_size
             found = self._cache.find(ObjectRef(key=key, bytes=size, sha256=digest))
+        except FileNotFoundError:
+            pass
+        finally:
+            with self._lock:
+                self._verifying.discard(digest)
         if found is None:
             began, bucket = time.monotonic(), self._origin()
             size = bucket.stat(key).bytes
@@ -238,16 +245,6 @@ class ObjectServer:
             if len(self._verified) > MAX_VERIFIED:
                 self._verified.popitem(last=False)
         return fetched
-
-    @contextmanager
-    def _while_verifying(self, digest: str) -> Iterator[None]:
-        with self._lock:
-            self._verifying.add(digest)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._verifying.discard(digest)
 
     def _origin(self) -> Bucket:
         with self._lock:

@@ -6,7 +6,6 @@
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -175,14 +174,10 @@ class ProgressBar:
         """Show ``done`` of the total, and a note."""
         if self._bar is None:
             # The same bars as those of the store's transfers, so that both can be shown at once.
-            from vllm_delta_sync.bucket.middleware.progress import bar_class
+            from vllm_delta_sync.bucket.middleware.progress import new_bar
 
-            columns, rows = shutil.get_terminal_size()
             unit = {"unit": "B", "unit_scale": True} if self._unit == "bytes" else {"unit": f" {self._unit}"}
-            shown = sys.stderr.isatty()
-            self._bar = bar_class()(
-                total=total, leave=False, disable=not shown, ncols=columns, nrows=rows, file=sys.stderr, **unit
-            )
+            self._bar = new_bar(total=total, disable=not sys.stderr.isatty(), **unit)
         if note:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(done - self._bar.n)

@@ -203,16 +203,6 @@ def _integers(container: Container, name: str, dtype: str, what: str) -> npt.NDA
     return aligned(bits)
 
 
-def sizes_by_tensor(
-    ids: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[np.int64]]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """Return (ascending tensor ids, elements of each tensor in all deltas)."""
-    tensors, rows = np.unique(np.concatenate(ids), return_inverse=True)
-    sizes = np.zeros(tensors.size, np.int64)
-    np.add.at(sizes, rows, np.concatenate(counts))
-    return tensors, sizes
-
-
 def batch_starts(sizes: npt.NDArray[np.int64], elements: int) -> npt.NDArray[np.int64]:
     """Return indices at which batches of about ``elements`` elements begin, in a sequence of tensors of these sizes."""
     number = (np.cumsum(sizes) - sizes) // elements

@@ -22,7 +22,6 @@ from vllm_delta_sync.codec.delta_object import (
     batch_starts,
     open_blocks,
     parse_blocks,
-    sizes_by_tensor,
 )
 from vllm_delta_sync.codec.full import FullReader, LazyFullTensors
 from vllm_delta_sync.codec.raw import RawReader
@@ -375,7 +374,10 @@ def batch_stops(parts: Sequence[DeltaReader], dtype: str, end: int, table: Tenso
     rows = [part.directory[dtype] for part in parts if dtype in part.directory]
     if not rows:
         return [end]
-    tensors, sizes = sizes_by_tensor([ids for ids, _ in rows], [counts for _, counts in rows])
+    # The elements of each tensor in all parts.
+    tensors, places = np.unique(np.concatenate([ids for ids, _ in rows]), return_inverse=True)
+    sizes = np.zeros(tensors.size, np.int64)
+    np.add.at(sizes, places, np.concatenate([counts for _, counts in rows]))
     if table is not None:
         numels = np.array([table[tensor].numel for tensor in tensors.tolist()], np.int64)
         sizes = np.maximum(sizes, numels * LAZY_ELEMENTS // BASE_ELEMENTS)

@@ -188,7 +188,7 @@ def _due_anchor(run: RunReader, manifest: Manifest, kth: int, stop: Stop) -> int
         stop: polled while tags are read; True stops it.
     """
     version = manifest.version
-    anchors = _trusted_anchors(run, READ_PER_CALL)
+    anchors = sorted(_trusted_only(run, run.anchors()[::-1], run.anchor, READ_PER_CALL))
     if kth and not any(kth <= anchor <= version for anchor in anchors):
         sound = _newest_sound(run, manifest, kth)
         if sound and not any(sound <= anchor <= version for anchor in anchors):
@@ -383,10 +383,6 @@ def _trusted_merged_deltas(
 ) -> set[VersionRange]:
     newest_first = sorted(listed, key=lambda pair: (-pair[1], pair))
     return _trusted_only(run, newest_first, lambda pair: run.merged_delta(*pair), most)
-
-
-def _trusted_anchors(run: RunReader, most: int) -> list[int]:
-    return sorted(_trusted_only(run, run.anchors()[::-1], run.anchor, most))
 
 
 def _trusted_only(

@@ -4,17 +4,21 @@
 """
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.durable_files import write_atomically
 from vllm_delta_sync.errors import DataError, NotFoundError, StoreError
-from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
+from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile, Sidecar
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.checkpoint import is_model_file
 
 logger = guarded_logger(__name__)
+
+_Item = TypeVar("_Item", RunFile, Sidecar)
 
 
 def read_file(run: RunReader, name: str) -> bytes:
@@ -24,11 +28,16 @@ def read_file(run: RunReader, name: str) -> bytes:
         NotFoundError: the run has no file of that name, or the bucket lost it.
         DigestError, LimitError: it is not what run.json lists. StoreError: the store failed.
     """
-    found = next((item for item in run.info.files if item.name == name), None)
+    return fetch_run_file(run, _named(run.info.files, name, "the run has no file"))
+
+
+def _named(items: Sequence[_Item], name: str, absent: str) -> _Item:
+    """Return the item of a name. Raises NotFoundError, whose message begins with ``absent`` and names the others."""
+    found = next((item for item in items if item.name == name), None)
     if found is None:
-        names = ", ".join(repr(item.name) for item in run.info.files)
-        raise NotFoundError(f"the run has no file {name!r}; " + (f"it has {names}" if names else "it has none"))
-    return fetch_run_file(run, found)
+        names = ", ".join(repr(item.name) for item in items)
+        raise NotFoundError(f"{absent} {name!r}; it has {names or 'none'}")
+    return found
 
 
 def fetch_run_file(run: RunReader, item: RunFile) -> bytes:
@@ -82,12 +91,7 @@ def read_sidecar(run: RunReader, manifest: Manifest, name: str) -> bytes:
         NotFoundError: the version has no sidecar of that name, or retention removed it.
         DigestError, LimitError: it is not what the manifest lists. StoreError: the store failed.
     """
-    found = next((item for item in manifest.sidecars if item.name == name), None)
-    if found is None:
-        names = ", ".join(repr(item.name) for item in manifest.sidecars)
-        raise NotFoundError(
-            f"version {manifest.version} has no sidecar {name!r}; " + (f"it has {names}" if names else "it has none")
-        )
+    found = _named(manifest.sidecars, name, f"version {manifest.version} has no sidecar")
     try:
         return fetch_object(run.bucket, found)
     except NotFoundError as error:

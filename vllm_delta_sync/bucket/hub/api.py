@@ -217,11 +217,7 @@ class HubApi:
         """Raise RefusedError unless the request succeeded."""
         if response.is_success:
             return
-        body = b""
-        for block in response.iter_bytes(_ERROR_BYTES):
-            body += block
-            if len(body) >= _ERROR_BYTES:
-                break
+        body = next(response.iter_bytes(_ERROR_BYTES), b"")
         text = response.headers.get("x-error-message") or _error_text(body)
         from_content_store = not str(response.url).startswith(self.endpoint)
         with_token = any(name.lower() == "authorization" for name in headers)

@@ -118,16 +118,8 @@ class _ShownTransfer:
             name = self._key.rpartition("/")[2]
             half = NAME_CHARACTERS // 2 - 1
             name = name if len(name) <= NAME_CHARACTERS else f"{name[:half]}..{name[-half:]}"
-            self._bar = bar_class()(
-                desc=f"{self._direction} {name}",
-                total=self._size or None,
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                ncols=columns,
-                nrows=rows,
-                file=sys.stderr,
-            )
+            description, total = f"{self._direction} {name}", self._size or None
+            self._bar = new_bar(desc=description, total=total, unit="B", unit_scale=True)
             # tqdm wipes out no bar that was drawn last before it began.
             self._bar.start_t -= now - self._began
         self._bar.ncols, self._bar.nrows, self._bar.n = columns, rows, self._moved
@@ -143,8 +135,14 @@ def _use_bars(mode: Mode) -> bool:
         return False
 
 
+def new_bar(**options: Any) -> Any:
+    """Return a bar of tqdm's on stderr that vanishes when it is closed. Args: options: further ones of tqdm."""
+    columns, rows = shutil.get_terminal_size()
+    return _bar_class()(leave=False, ncols=columns, nrows=rows, file=sys.stderr, **options)
+
+
 @cache
-def bar_class() -> Any:
+def _bar_class() -> Any:
     """Return tqdm's bar class without its monitor thread."""
     from tqdm import tqdm
 
