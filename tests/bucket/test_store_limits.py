@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.store_faults import PlannedBucket, ReportingBucket, SilentBucket, fail
+from tests.support.store_faults import PlannedBucket, ReportingBucket, fail
 from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
@@ -55,7 +55,7 @@ def test_who_reads_a_listing_has_no_connection_meanwhile(local: Bucket) -> None:
 
 def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
     metrics = StoreUsage()
-    for inner in (local, SilentBucket(local), ReportingBucket(local, 30)):
+    for inner in (local, ReportingBucket(local, 30)):
         bucket = LimitedBucket(inner, StoreOptions(), metrics)
         before = metrics.snapshot()
         bucket.put("a", bytes(100))

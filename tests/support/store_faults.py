@@ -163,8 +163,8 @@ class ReportingBucket(BucketMiddleware):
         if call.direction == "up":
             self._report(size_of(call.data))
         result = run()
-        if call.direction == "down":
-            self._report(call.transferred(result))
+        if isinstance(result, bytes):
+            self._report(len(result))
         return result
 
     def _report(self, size: int) -> None:

@@ -148,21 +148,14 @@ class StagedFile:
     """
 
     name: str
-    device: int
-    inode: int
-
-    @classmethod
-    def of(cls, name: str, descriptor: int) -> "StagedFile":
-        found = os.fstat(descriptor)
-        return cls(name, found.st_dev, found.st_ino)
+    info: os.stat_result
 
     def is_at(self, name: str, folder: int) -> bool:
         """Return whether ``name`` in an open directory is this file."""
         try:
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            return os.path.samestat(self.info, os.stat(name, dir_fd=folder, follow_symlinks=False))
         except FileNotFoundError:
             return False
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
 
 def describe_failure(action: str, error: OSError) -> str:
@@ -335,11 +328,11 @@ class LocalBucket(Bucket):
                             file.write(block)
                     file.flush()
                     os.fsync(file.fileno())
-                    staged, now = StagedFile.of(name, file.fileno()), os.fstat(file.fileno()).st_mtime
+                    staged = StagedFile(name, os.fstat(file.fileno()))
             except BaseException:  # an interrupt must not leave staged bytes behind either
                 _unlink(name, staging)
                 raise
-            self._sweep(staging, now)
+            self._sweep(staging, staged.info.st_mtime)
         return staged
 
     def _discard(self, staged: StagedFile) -> None:

@@ -152,30 +152,22 @@ class _Folder(FollowedFolder):
     foreign = "weight_v*"
     _measured: "_MeasuredFolder | None" = None
 
-    def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
-        current = self._current()
-        if current is not None:
-            self._check_continues(run, *current, target, version)
-        if (
-            current is not None
-            and current[1].manifest == target.digest
-            and self._fingerprints(run, *current) is not None
-        ):
-            if self._handled() == target.digest:
-                return None
-            return FollowedVersion(current[0], target.version, target.step, target.digest, 0, [], 0.0)
-        made, read_bytes, linked = self._make(run, current, target)
+    def _is_whole(self, run: Run, folder: Path, record: ExportRecord) -> bool:
+        return self._fingerprints(run, folder, record) is not None
+
+    def _make(
+        self, run: Run, current: tuple[Path, ExportRecord] | None, target: Manifest
+    ) -> tuple[Path, int, list[str]]:
+        made, read_bytes, linked = self._found_or_made(run, current, target)
         self._switch_to(made)
         self._remove([folder for folder in self._folders() if folder != made][self._keep - 1 :])
-        seconds = time.monotonic() - began
-        return FollowedVersion(made, target.version, target.step, target.digest, read_bytes, linked, seconds)
+        return made, read_bytes, linked
 
     @property
     def _restart(self) -> str:
         return f"remove {str(self.path / CURRENT_NAME)!r}"
 
     def _current(self) -> tuple[Path, ExportRecord] | None:
-        """Return what ``current`` links to, and the record there; None if there is none, or it is damaged."""
         link = self.path / CURRENT_NAME
         try:
             folder = self.path / link.readlink().name
@@ -188,21 +180,13 @@ class _Folder(FollowedFolder):
         record = read_record(folder)
         return None if record is None or not record.manifest else (folder, record)
 
-    def _make(
+    def _found_or_made(
         self, run: Run, current: tuple[Path, ExportRecord] | None, target: Manifest
     ) -> tuple[Path, int, list[str]]:
-        """Make the folder of a version.
-
-        Returns:
-            The folder, the bytes of what was read for it, and the names of the weight files that are hard links.
-        """
+        """Return what ``_make`` does, before the switch."""
         for folder in self._folders():  # one that was made before: a tag has moved back, or a process was killed
             record = read_record(folder)
-            if (
-                record is not None
-                and record.manifest == target.digest
-                and self._fingerprints(run, folder, record) is not None
-            ):
+            if record is not None and record.manifest == target.digest and self._is_whole(run, folder, record):
                 return folder, 0, []
         new = self._fresh()
         files = WeightFiles(run.table, self._shard_bytes, is_adapter(run))

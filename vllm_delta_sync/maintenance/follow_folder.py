@@ -121,9 +121,19 @@ class FollowedFolder(ABC):
             raise ChainError(f"{run.bucket.url!r} holds another run than before; follow it into another folder")
         target, _ = choose_version(run, version)
         try:
-            return self._move(run, target, version, began)
+            current = self._current()
+            if current is not None:
+                folder, record = current
+                self._check_continues(run, folder, record, target, version)
+                if record.manifest == target.digest and self._is_whole(run, folder, record):
+                    if self._handled() == target.digest:
+                        return None
+                    return FollowedVersion(folder, target.version, target.step, target.digest, 0, [], 0.0)
+            made, read_bytes, linked = self._make(run, current, target)
         except OSError as error:
             raise self._unwritable(error) from error
+        seconds = time.monotonic() - began
+        return FollowedVersion(made, target.version, target.step, target.digest, read_bytes, linked, seconds)
 
     @property
     @abstractmethod
@@ -131,8 +141,22 @@ class FollowedFolder(ABC):
         """What to do so that a version is taken that does not continue the current one."""
 
     @abstractmethod
-    def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
-        """As ``update``. Args: target: the version. version: what was asked for. began: by the monotonic clock."""
+    def _current(self) -> tuple[Path, ExportRecord] | None:
+        """Return the folder of the current version, and the record there; None if there is none, or it is damaged."""
+
+    def _is_whole(self, run: Run, folder: Path, record: ExportRecord) -> bool:
+        """Return whether a version's folder still holds what was written to it."""
+        return True
+
+    @abstractmethod
+    def _make(
+        self, run: Run, current: tuple[Path, ExportRecord] | None, target: Manifest
+    ) -> tuple[Path, int, list[str]]:
+        """Make the folder of a version, and switch to it.
+
+        Returns:
+            The folder, the bytes of what was read for it, and the names of the weight files that are hard links.
+        """
 
     def mark_handled(self, update: FollowedVersion, lasting: bool) -> None:
         """Remember that the caller has handled a version, so that it is not yielded again.

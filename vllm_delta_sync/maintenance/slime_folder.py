@@ -12,7 +12,6 @@ applied in place. After a restart they are rebuilt from the run.
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorTable
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.checkpoint_files import WeightFiles
 from vllm_delta_sync.maintenance.export import ExportRecord, read_record
-from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
+from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
@@ -59,38 +58,36 @@ class SlimeFolder(FollowedFolder):
     def _restart(self) -> str:
         return "follow into another folder: readers of this one take higher numbers only"
 
-    def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
+    def _check_continues(
+        self, run: Run, folder: Path, record: ExportRecord, target: Manifest, version: Version
+    ) -> None:
+        super()._check_continues(run, folder, record, target, version)
+        if target.version < record.version:
+            raise ChainError(
+                f"{version!r} leads back from version {record.version} to {target.version}, and readers of slime's "
+                "folders take higher numbers only; publish the old weights again (Publisher.rebase), which gives them "
+                "a new number, or follow into another folder"
+            )
+
+    def _make(
+        self, run: Run, current: tuple[Path, ExportRecord] | None, target: Manifest
+    ) -> tuple[Path, int, list[str]]:
         if any(spec.name.startswith(DRAFT_PREFIX) for spec in run.table):
             raise UnsupportedError(
                 f"run {run.info.run} has the weights of a draft of its own, and slime's folders hold one model; follow "
                 "it with --format checkpoint"
             )
-        current = self._current()
         read_bytes = 0
-        if current is not None:
-            folder, record = current
-            self._check_continues(run, folder, record, target, version)
-            if target.version < record.version:
-                raise ChainError(
-                    f"{version!r} leads back from version {record.version} to {target.version}, and readers of slime's "
-                    "folders take higher numbers only; publish the old weights again (Publisher.rebase), which gives "
-                    "them a new number, or follow into another folder"
-                )
-            if record.manifest == target.digest:
-                if self._handled() == target.digest:
-                    return None
-                return FollowedVersion(folder, target.version, target.step, target.digest, 0, [], 0.0)
-            try:
-                for step in self._steps(run, record, target):
-                    read_bytes += self._write_delta(run, step)
-            except DataError as error:
-                logger.info("version %d is written as a whole checkpoint: %s", target.version, error.message)
+        try:
+            for step in [] if current is None else self._steps(run, current[1], target):
+                read_bytes += self._write_delta(run, step)
+        except DataError as error:
+            logger.info("version %d is written as a whole checkpoint: %s", target.version, error.message)
         if (made := self._current()) is None or made[1].manifest != target.digest:
             read_bytes += self._write_whole(run, target, self._weights(run, target))
         shutil.rmtree(self._work / OBJECTS, ignore_errors=True)
         self._remove_old()
-        folder, seconds = self.path / folder_name(target.version), time.monotonic() - began
-        return FollowedVersion(folder, target.version, target.step, target.digest, read_bytes, [], seconds)
+        return self.path / folder_name(target.version), read_bytes, []
 
     # What is there
 
@@ -100,7 +97,6 @@ class SlimeFolder(FollowedFolder):
         return sorted((number, path) for number, path in found if (path / INDEX_NAME).is_file())
 
     def _current(self) -> tuple[Path, ExportRecord] | None:
-        """Return the newest folder and the record there; None if there is none."""
         for _, folder in reversed(self._folders()):
             if (record := read_record(folder)) is not None and record.manifest:
                 return folder, record

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (
-    ChainError,
     FingerprintError,
     FormatError,
     LimitError,
@@ -23,7 +22,6 @@ from vllm_delta_sync.format.safetensors_file import Buffer, aligned, read_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import names_model
-from vllm_delta_sync.urls import store_of
 
 PLAUSIBLE_RANKS = 4096
 """Maximum number of ranks of a trainer; each may write one object per version."""
@@ -53,14 +51,6 @@ def check_document_size(document: Document, limit: int, what: str) -> None:
         raise LimitError(
             f"{what} would have {size} bytes, and readers of this model accept {limit} (document_limit); write fewer, "
             "larger objects (shard_bytes)"
-        )
-
-
-def check_same_store(run: str, url: str, source: str) -> None:
-    """Raise ChainError unless ``source``, the recorded URL of a branch's source run, is in the store of ``url``."""
-    if store_of(source) != store_of(url):
-        raise ChainError(
-            f"run {run} branches from {source[:200]!r}, which is not in the branch's store {store_of(url)!r}"
         )
 
 

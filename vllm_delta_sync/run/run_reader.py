@@ -72,7 +72,6 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.run.checks import (
-    check_same_store,
     check_tensor_fingerprints,
     document_limit,
     object_limit,
@@ -82,7 +81,7 @@ from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.changes import BaseLookup, Changes
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.urls import is_remote
+from vllm_delta_sync.urls import is_remote, store_of
 
 MAX_EXPECTED = 4
 """Maximum number of manifests of new versions that are requested before it is known whether they exist."""
@@ -750,8 +749,11 @@ class RunReader:
         if base is None or base.run is None or base.version is None:
             raise ChainError(f"run {self.info.run} does not branch from a run")
         url = location or base.location
-        if location is None:
-            check_same_store(self.info.run, self.bucket.url, url)
+        store = store_of(self.bucket.url)
+        if location is None and store_of(url) != store:
+            raise ChainError(
+                f"run {self.info.run} branches from {url[:200]!r}, which is not in the branch's store {store!r}"
+            )
         with ExitStack() as failing:
             bucket = failing.enter_context(open_beside(self.bucket, url))
             source = type(self)(bucket, self.keyring, self.cache)

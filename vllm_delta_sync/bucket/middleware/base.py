@@ -46,12 +46,6 @@ class Call:
         """The direction of the object's bytes; None if the call transfers none."""
         return "up" if self.method == "put" else "down" if self.method.startswith("get") else None
 
-    def transferred(self, result: object) -> int:
-        """Return how many bytes the call has transferred, for a store that reports none."""
-        if isinstance(result, bytes):
-            return len(result)
-        return size_of(self.data)
-
 
 class BucketMiddleware(Bucket):
     """A bucket that wraps another one and closes it with itself.

@@ -88,19 +88,9 @@ class LimitedBucket(BucketMiddleware):
 
     def _transfer(self, call: Call, run: Callable[[], _Result]) -> _Result:
         byte_sum, seconds = _SUMS[call.direction or "down"]
-        reported = False
-
-        def observe(count: int) -> None:
-            nonlocal reported
-            reported = True
-            self._metrics.add(**{byte_sum: count})
-
         began = time.monotonic()
         try:
-            with observed_by(observe):
-                result = run()
-            if not reported:
-                self._metrics.add(**{byte_sum: call.transferred(result)})
-            return result
+            with observed_by(lambda count: self._metrics.add(**{byte_sum: count})):
+                return run()
         finally:
             self._metrics.add(**{seconds: time.monotonic() - began})

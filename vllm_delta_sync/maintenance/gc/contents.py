@@ -214,7 +214,8 @@ def _recheck_listing(run: RunReader, found: RunContents, record: Retention | Non
 
 def _read_history(run: RunReader, known_documents: dict[ObjectInfo, Listed]) -> list[Listed]:
     head = run.head().version
-    listed = _versions(run)
+    items = run.bucket.list(VERSIONS_PREFIX)
+    listed = {number: item for item in items if (number := version_of_key(item.key)) is not None}
     if max(listed, default=0) > head:
         head = run.head().version  # the head moved while the listing was made
     lost = _find_unlisted(run, head, listed)
@@ -245,11 +246,6 @@ def _read_history(run: RunReader, known_documents: dict[ObjectInfo, Listed]) -> 
     if wrong:
         raise ChainError(f"{version_key(min(wrong))} {wrong[min(wrong)]}")
     return history
-
-
-def _versions(run: RunReader) -> dict[int, ObjectInfo]:
-    listed = run.bucket.list(VERSIONS_PREFIX)
-    return {number: item for item in listed if (number := version_of_key(item.key)) is not None}
 
 
 def _find_unlisted(run: RunReader, head: int, listed: dict[int, ObjectInfo]) -> int | None:
