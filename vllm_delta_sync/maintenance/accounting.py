@@ -11,21 +11,22 @@ from typing import Literal, get_args
 
 from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
+    ANCHORS_PREFIX,
     COLLECTIONS_CLOCK,
     HEARTBEATS_PREFIX,
+    MERGED_PREFIX,
     RETENTION_KEY,
     Anchor,
     MergedDelta,
-    anchor_key,
     anchor_of_key,
     claim_of_key,
     collection_of_key,
-    merged_delta_key,
     merged_delta_of_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_of_key
-from vllm_delta_sync.run.run_reader import RunReader, read_ahead
+from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.standalone import read_each
 
 Kind = Literal[
     "deltas", "anchors", "standalone anchors", "merged deltas", "sidecars", "files", "manifests", "documents", "unnamed"
@@ -178,21 +179,12 @@ def _document(key: str, versions: int) -> tuple[Kind, int | None]:
 
 
 def _read_standalone(run: RunReader, found: BucketAccount) -> list[Anchor | MergedDelta]:
-    wanted: list[int | tuple[int, int]] = [*run.anchors(), *run.merged_deltas()]
-
-    def read(item: int | tuple[int, int]) -> Anchor | MergedDelta | DataError:
-        try:
-            return run.anchor(item) if isinstance(item, int) else run.merged_delta(*item)
-        except DataError as error:
-            return error
-
-    documents = []
-    for item, answer in zip(wanted, read_ahead(read, wanted), strict=True):
-        if isinstance(answer, DataError):
-            if not isinstance(answer, NotFoundError):  # removed meanwhile
-                key = anchor_key(item) if isinstance(item, int) else merged_delta_key(*item)
-                found.unreadable[key] = answer.message
-        else:
-            documents.append(answer)
+    keys = [item.key for prefix in (ANCHORS_PREFIX, MERGED_PREFIX) for item in run.bucket.list(prefix)]
+    documents: list[Anchor | MergedDelta] = []
+    for key, document in read_each(run, keys):
+        if isinstance(document, DataError):
+            found.unreadable[key] = document.message
+        elif isinstance(document, Anchor | MergedDelta):
+            documents.append(document)
     found.documents = len(documents)
     return documents

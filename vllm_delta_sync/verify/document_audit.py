@@ -4,8 +4,8 @@ Each manifest names the digest of the one before it, and HEAD.json that of the n
 (``run.graph.contradicted``). What the manifests say decides about all other documents.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from vllm_delta_sync.errors import (
     ChainError,
@@ -23,47 +23,22 @@ from vllm_delta_sync.format.documents import (
     Anchor,
     Claim,
     MergedDelta,
-    Retention,
     Standalone,
     Tag,
     anchor_of_key,
     claim_key,
-    claim_of_key,
     merged_delta_of_key,
     named_versions,
-    tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.graph import contradicted, contradiction
 from vllm_delta_sync.run.run_reader import RunReader, read_ahead
+from vllm_delta_sync.run.standalone import read_each
 from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000
 """Maximum number of missing manifests. A HEAD.json that names a version further beyond the newest, or a manifest
 further beyond the others, is itself treated as damaged."""
-
-_Found = TypeVar("_Found")
-
-
-def read_standalone(run: RunReader, key: str) -> Standalone | None:
-    """Read and check the anchor, merged delta, tag, claim or retention record under a key; None for another key."""
-    if (version := anchor_of_key(key)) is not None:
-        return run.anchor(version)
-    if (pair := merged_delta_of_key(key)) is not None:
-        return run.merged_delta(*pair)
-    if (name := tag_of_key(key)) is not None:
-        return run.tag(name)
-    if (epoch := claim_of_key(key)) is not None:
-        claim = run.claim(epoch)
-        if claim.epoch != epoch:
-            raise ChainError(f"{key} is a claim of epoch {claim.epoch}")
-        return claim
-    if key == RETENTION_KEY:
-        record = Retention.from_bytes(run.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-        if record.run != run.info.run:
-            raise ChainError(f"{key} belongs to run {record.run}, this is {run.info.run}")
-        return record
-    return None
 
 
 class Note(NamedTuple):
@@ -141,16 +116,12 @@ class DocumentAudit:
 
     def _read_standalone(self) -> Iterator[tuple[str, Standalone]]:
         for prefix in (ANCHORS_PREFIX, MERGED_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
-            keys = [item.key for item in self._run.bucket.list(prefix)]
-            documents = read_ahead(lambda key: _outcome(lambda: read_standalone(self._run, key)), keys)
-            for key, document in zip(keys, documents, strict=True):
-                if isinstance(document, NotFoundError) or document is None:
-                    continue  # removed after listing, or not a key of the format
-                if isinstance(document, DeltaSyncError):
+            for key, document in read_each(self._run, [item.key for item in self._run.bucket.list(prefix)]):
+                if isinstance(document, DataError):
                     pair = merged_delta_of_key(key)
                     self._add(_LAST, key, document, anchor_of_key(key) if pair is None else pair[1])
-                    continue
-                yield key, document
+                else:
+                    yield key, document
 
     def _top(self) -> int:
         newest = -1
@@ -175,9 +146,9 @@ class DocumentAudit:
 
     def _read_manifests(self) -> None:
         versions = range(self.top, -1, -1)
-        found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
+        found = read_ahead(self._manifest_or_error, versions)
         for version, manifest in zip(versions, found, strict=True):
-            if isinstance(manifest, DeltaSyncError):
+            if isinstance(manifest, DataError):
                 self._add(version, version_key(version), manifest, version)
             else:
                 self.manifests[version] = Note(
@@ -198,6 +169,12 @@ class DocumentAudit:
                 f"{HEAD_KEY} was rewritten"
             )
             self._add(_FIRST, HEAD_KEY, error, head.version)
+
+    def _manifest_or_error(self, version: int) -> Manifest | DataError:
+        try:
+            return self._run.manifest(version)
+        except DataError as error:
+            return error
 
     def _judge(self, key: str, document: Standalone) -> None:
         error = self.contradiction(document)
@@ -227,14 +204,6 @@ class DocumentAudit:
                     f"{key} was written after version {claim.version}, but version {first} is already of its epoch"
                 )
                 self._add(_LAST, key, late, first)
-
-
-def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
-    """Return the result of a read, or the error that it raises, except StoreError."""
-    try:
-        return read()
-    except DataError as error:
-        return error
 
 
 _FIRST, _LAST = -1, limits.MAX_VERSION + 1

@@ -25,8 +25,6 @@ from vllm_delta_sync.format.documents import (
     MergedDelta,
     Retention,
     Tag,
-    anchor_of_key,
-    merged_delta_of_key,
     named_versions,
     tag_key,
     tag_of_key,
@@ -43,6 +41,7 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph, contradicted, contradiction
 from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
+from vllm_delta_sync.run.standalone import read_each
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
 _SIDECAR = re.compile(re.escape(SIDECARS_PREFIX) + r"[0-9a-f]{64}")
@@ -288,48 +287,27 @@ def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
 
 
 def _read_standalone(run: RunReader, found: RunContents, known_documents: dict[ObjectInfo, Listed]) -> None:
-    listed = [
-        item
-        for prefix in (ANCHORS_PREFIX, MERGED_PREFIX)
-        for item in run.bucket.list(prefix)
-        if anchor_of_key(item.key) is not None or merged_delta_of_key(item.key) is not None
-    ]
-
-    def read(item: ObjectInfo) -> tuple[Listed, bool] | str | None:
-        try:
-            return _of_standalone(run, item, found.history)
-        except NotFoundError:
-            return None
-        except DataError as error:
-            return error.message
-
-    fresh = [item for item in listed if item not in known_documents]
-    answers = dict(zip(fresh, read_ahead(read, fresh), strict=True))
+    listed = [item for prefix in (ANCHORS_PREFIX, MERGED_PREFIX) for item in run.bucket.list(prefix)]
+    answers = dict(read_each(run, [item.key for item in listed if item not in known_documents]))
     for item in listed:
-        answer = answers[item] if item in answers else (known_documents[item], True)
-        if isinstance(answer, str):
-            found.unreadable[item.key] = answer
-            found.notes.append(f"{item.key} cannot be read; it stays, and so do all unlisted objects: {answer}")
-        elif answer is not None:
-            document, fits = answer
-            (found.standalone if fits else found.unrelated).append(document)
+        document = known_documents.get(item) or answers.get(item.key)
+        if isinstance(document, Listed):
+            found.standalone.append(document)
+        elif isinstance(document, DataError):
+            found.unreadable[item.key] = document.message
+            found.notes.append(
+                f"{item.key} cannot be read; it stays, and so do all unlisted objects: {document.message}"
+            )
+        elif isinstance(document, Anchor | MergedDelta):
+            if isinstance(document, Anchor):
+                read = Listed(item, ROOT, document.version, _refs(document.objects))
+            else:
+                read = Listed(item, document.first, document.last, _refs(document.objects), document.reversible)
+            history = found.history
+            named = {at: history[at] for at, _, _ in named_versions(document) if at < len(history)}
+            fits = read.end in named and contradiction(document, named) is None
+            (found.standalone if fits else found.unrelated).append(read)
     found.notes += [f"{document.key} does not fit the history, and stays" for document in found.unrelated]
-
-
-def _of_standalone(run: RunReader, item: ObjectInfo, history: list[Listed]) -> tuple[Listed, bool]:
-    """Return an anchor or a merged delta, and whether it belongs to this history."""
-    version = anchor_of_key(item.key)
-    document: Anchor | MergedDelta
-    if version is not None:
-        document = run.anchor(version)
-        listed = Listed(item, ROOT, version, _refs(document.objects))
-    else:
-        first, last = merged_delta_of_key(item.key) or (0, 0)
-        document = run.merged_delta(first, last)
-        listed = Listed(item, first, last, _refs(document.objects), document.reversible)
-    named = {at: history[at] for at, _, _ in named_versions(document) if at < len(history)}
-    fits = listed.end in named and contradiction(document, named) is None
-    return listed, fits
 
 
 def _tags(run: RunReader, notes: list[str]) -> dict[str, Tag]:

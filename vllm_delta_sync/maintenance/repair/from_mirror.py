@@ -30,8 +30,9 @@ from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.run.objects import fetch_object_file
 from vllm_delta_sync.run.run_reader import RunReader, read_info, read_table
+from vllm_delta_sync.run.standalone import read_standalone
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.verify.document_audit import DocumentAudit, read_standalone
+from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.report import Finding
 
 
