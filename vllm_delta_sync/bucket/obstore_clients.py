@@ -57,7 +57,6 @@ _process: int | None = None
 """The first process that called obstore."""
 
 _memory: dict[str, Any] = {}
-_memory_lock = threading.Lock()
 
 
 Use = Literal["reading", "writing", "uploading"]
@@ -201,8 +200,7 @@ def _gs_or_az(location: StoreLocation, options: StoreOptions, client: dict[str, 
 def _in_memory(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
     from obstore.store import MemoryStore
 
-    with _memory_lock:
-        return _memory.setdefault(location.authority, MemoryStore())
+    return _memory.setdefault(location.authority, MemoryStore())
 
 
 def _endpoint(scheme: str, options: StoreOptions) -> dict[str, str]:

@@ -32,8 +32,9 @@ def generate(path: Path) -> str:
     """
     private = Ed25519PrivateKey.generate()
     secret = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_pair(path, secret, _public_pem(private))
-    return public_hex(private.public_key())
+    public = private.public_key()
+    write_pair(path, secret, public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return public_hex(public)
 
 
 def load_private(path: Path) -> Ed25519PrivateKey:
@@ -118,10 +119,6 @@ def check_private(path: Path, what: str) -> None:
     """Raise SettingsError if other users can read a private key."""
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(f"{what} {str(path)!r} is readable by other users; chmod 600 it")
-
-
-def _public_pem(private: Ed25519PrivateKey) -> bytes:
-    return private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def _read(path: Path, what: str) -> bytes:
