@@ -85,7 +85,7 @@ def samples_of(data: bytes, table: TensorTable, context: DeltaContext, old: Sequ
     """Yield the tensors of an object whose elements have fewer than 64 bits."""
     for reader in DeltaReader(data, table, context, lambda tensor: BaseTensor(old[tensor]))._readers:
         assert isinstance(reader, TilesReader)
-        block = reader._open()
+        block = reader.open()
         for row, tensor in enumerate(reader.directory.ids.tolist()):
             tiles, element = slice(block._firsts[row], block._firsts[row + 1]), DTYPES[reader.dtype]
             if element.itemsize < 8:

@@ -192,6 +192,11 @@ class Linked(Protocol):
     def parent(self) -> str | None: ...
     @property
     def epoch(self) -> int: ...
+
+
+class Described(Linked, Protocol):
+    """As ``Linked``, with the fingerprint of the model."""
+
     @property
     def fingerprint(self) -> str: ...
 
@@ -248,7 +253,7 @@ def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tup
 
 
 def contradiction(
-    document: Standalone, manifests: Mapping[int, Linked], known: Mapping[int, str] | None = None
+    document: Standalone, manifests: Mapping[int, Described], known: Mapping[int, str] | None = None
 ) -> DataError | None:
     """Return what contradicts a document beside the chain; None if nothing does.
 
