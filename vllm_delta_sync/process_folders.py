@@ -41,7 +41,7 @@ class ProcessFolder:
         path: the folder for files; empty at first, and of this user only.
     """
 
-    def __init__(self, parent: Path | None = None) -> None:
+    def __init__(self, parent: str | Path | None = None) -> None:
         directory = temporary_directory(parent)
         try:
             remove_abandoned(directory)

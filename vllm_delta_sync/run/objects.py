@@ -24,7 +24,7 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned, temporary_directory
+from vllm_delta_sync.process_folders import ProcessFolder, temporary_directory
 from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.read_plan import Step
@@ -132,31 +132,20 @@ def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -
 def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iterator[Path]:
     """Make a folder with room for ``needed`` bytes, and remove it at the end of the block.
 
-    First removes the scratch folders of processes that were killed.
-
     Args:
         parent: the folder to make it in; None for the system's temporary directory.
 
     Raises:
         StoreError: it cannot be made, or there is less room than needed.
     """
-    directory = temporary_directory(parent)
-    remedy = "set TMPDIR to a folder" if parent is None else "name another folder"
-    try:
-        remove_abandoned(directory)
-        free = shutil.disk_usage(directory).free
+    with ProcessFolder(parent) as folder:
+        free = shutil.disk_usage(folder.path).free
         if free < needed:
+            remedy = "set TMPDIR to a folder" if parent is None else "name another folder"
             raise StoreError(
-                f"{purpose} needs {needed:,} bytes of scratch space in {str(directory)!r}, {free:,} are free; free "
-                f"space there, or {remedy} with enough"
+                f"{purpose} needs {needed:,} bytes of scratch space in {str(temporary_directory(parent))!r}, {free:,} "
+                f"are free; free space there, or {remedy} with enough"
             )
-        folder = ProcessFolder(directory)
-    except OSError as error:
-        raise StoreError(
-            f"a scratch folder in {str(directory)!r} cannot be made: {error.strerror}; {remedy} that this user can "
-            "write to"
-        ) from error
-    with folder:
         yield folder.path
 
 
