@@ -628,7 +628,7 @@ def test_no_room_is_said_at_once_and_given_back(chain: Chain, tmp_path: Path) ->
 def test_sizes_that_make_no_sense_are_refused(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="shard_bytes is 0"):
         export(open_run(chain.url), tmp_path / "out", shard_bytes=0)
-    monkeypatch.setattr("vllm_delta_sync.format.limits.check_object_count.__defaults__", (3,))
+    monkeypatch.setattr("vllm_delta_sync.format.limits.MAX_OBJECTS_PER_VERSION", 3)
     with pytest.raises(LimitError, match="shard_bytes is 1"):
         export(open_run(chain.url), tmp_path / "out", shard_bytes=1)
     assert not (tmp_path / "out").exists()

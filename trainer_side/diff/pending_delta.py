@@ -24,9 +24,10 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.limits import split_by_bytes
 from vllm_delta_sync.format.table import DType, TensorSpec, TensorTable
 from vllm_delta_sync.logs import guarded_logger
-from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Positions, Sparse, revert_distances, split_by_bytes
+from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Positions, Sparse, revert_distances
 
 logger = guarded_logger(__name__)
 

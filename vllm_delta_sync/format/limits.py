@@ -1,5 +1,7 @@
 """Named limits that a reader enforces before it allocates memory. docs/FORMAT.md lists the same numbers."""
 
+from collections.abc import Mapping
+
 from vllm_delta_sync.errors import LimitError
 
 FORMAT_VERSION = 2
@@ -55,23 +57,32 @@ def shown(value: int) -> str:
     return str(value) if -(10**40) < value < 10**40 else f"a number of {value.bit_length()} bits"
 
 
-def check_object_count(count: int, shard_bytes: int, total: int, most: int = MAX_OBJECTS_PER_VERSION) -> None:
-    """Refuse to write more objects than a document can list.
+def split_by_bytes(sizes: Mapping[int, int], most_bytes: int, most_parts: int) -> list[set[int]]:
+    """Split tensor ids, ascending, into parts of at most ``most_bytes``; a larger tensor gets its own part.
 
     Args:
-        count: objects to write. shard_bytes: size of one object, unless a tensor is larger.
-        total: bytes of all objects. most: limit for ``count``.
+        sizes: tensor id → bytes.
 
     Raises:
-        LimitError: too many objects; the message names a ``shard_bytes`` that is large enough.
+        LimitError: there are more than ``most_parts``; the message names a ``shard_bytes`` that is large enough.
     """
-    if count > most:
+    found: list[set[int]] = [set()]
+    room = most_bytes
+    for tensor in sorted(sizes):
+        if found[-1] and sizes[tensor] > room:
+            found.append(set())
+            room = most_bytes
+        found[-1].add(tensor)
+        room -= sizes[tensor]
+    if len(found) > most_parts:
+        total = sum(sizes.values())
         # Two consecutive objects together always hold more than shard_bytes.
-        enough = -(-2 * total // max(1, most - 1))
+        enough = -(-2 * total // max(1, most_parts - 1))
         raise LimitError(
-            f"shard_bytes is {shard_bytes}: {total} bytes would make {count} objects, and at most {most} can be listed "
-            f"(MAX_OBJECTS_PER_VERSION); set shard_bytes to {enough} or more"
+            f"shard_bytes is {most_bytes}: {total} bytes would make {len(found)} objects, and at most {most_parts} can "
+            f"be listed (MAX_OBJECTS_PER_VERSION); set shard_bytes to {enough} or more"
         )
+    return found
 
 
 CORRUPT = "; the data is corrupt or hostile"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vllm_delta_sync.errors import FormatError, StoreError, TensorMismatchError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import load_json
-from vllm_delta_sync.format.limits import check_limit, check_object_count, shown
+from vllm_delta_sync.format.limits import check_limit, shown
 from vllm_delta_sync.format.table import DType, TensorSpec, TensorTable, dtype_of
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
@@ -212,16 +212,9 @@ def shard_tables(table: TensorTable, shard_bytes: int) -> list[TensorTable]:
     Raises:
         LimitError: there are more shards than an anchor can list.
     """
-    pieces: list[list[TensorSpec]] = []
-    filled = 0
-    for spec in table:
-        if not pieces or filled + spec.nbytes > shard_bytes:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(spec)
-        filled += spec.nbytes
-    check_object_count(len(pieces), shard_bytes, table.full_bytes)
-    return [TensorTable(piece) for piece in pieces]
+    sizes = {tensor: spec.nbytes for tensor, spec in enumerate(table)}
+    pieces = limits.split_by_bytes(sizes, shard_bytes, limits.MAX_OBJECTS_PER_VERSION)
+    return [TensorTable(table[tensor] for tensor in piece) for piece in pieces if piece]
 
 
 def read_anchor(data: Buffer, table: TensorTable, what: str) -> Container:

@@ -8,7 +8,7 @@ that +0.0, −0.0 and every NaN stay distinct.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.limits import MAX_OBJECTS_PER_VERSION, split_by_bytes
 from vllm_delta_sync.format.table import DTYPES, DType
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -180,7 +180,7 @@ class Changes:
         """Whether all elements are distances, which can be reverted."""
         return not self.full and all(group.relative for group in self.sparse)
 
-    def parts(self, most_bytes: int, most_parts: int = limits.MAX_OBJECTS_PER_VERSION) -> list["Changes"]:
+    def parts(self, most_bytes: int, most_parts: int = MAX_OBJECTS_PER_VERSION) -> list["Changes"]:
         """Split the changes between tensors into parts of at most ``most_bytes`` decoded bytes; arrays are views.
 
         A larger tensor gets its own part. Tensor ids ascend within and across parts.
@@ -204,24 +204,3 @@ class Changes:
                 sparse.append(group.rows(chosen[0], chosen[-1] + 1))
         full = [full for full in self.full if full.id in tensors]
         return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
-
-
-def split_by_bytes(sizes: Mapping[int, int], most_bytes: int, most_parts: int) -> list[set[int]]:
-    """Split tensor ids, ascending, into parts of at most ``most_bytes``; a larger tensor gets its own part.
-
-    Args:
-        sizes: tensor id → bytes.
-
-    Raises:
-        LimitError: there are more than ``most_parts``.
-    """
-    found: list[set[int]] = [set()]
-    room = most_bytes
-    for tensor in sorted(sizes):
-        if found[-1] and sizes[tensor] > room:
-            found.append(set())
-            room = most_bytes
-        found[-1].add(tensor)
-        room -= sizes[tensor]
-    limits.check_object_count(len(found), most_bytes, sum(sizes.values()), most_parts)
-    return found
