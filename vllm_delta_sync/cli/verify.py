@@ -45,7 +45,7 @@ def verify(options: argparse.Namespace) -> Report:
                 run, options.base, lambda so_far: bar.update(so_far.versions, versions, size(so_far.bytes)), found
             )
     except DeltaSyncError as error:
-        if found.contains(error) or isinstance(error, BaseUnavailableError):
+        if any(finding.error is error for finding in found.items) or isinstance(error, BaseUnavailableError):
             as_finding(error)
         raise
     data = {

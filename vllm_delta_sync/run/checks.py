@@ -1,14 +1,12 @@
 """Checks that raise unless a manifest fits its parent, its objects, the tensor table and the weights."""
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (
     FingerprintError,
-    FormatError,
     LimitError,
     NotFoundError,
     TensorMismatchError,
@@ -108,18 +106,6 @@ def check_base_exists(base: str | Path | None) -> None:
     )
 
 
-def check_carried_once(what: str, table: TensorTable, full: Iterable[int], sparse: Iterable[int]) -> None:
-    """Raise FormatError if a tensor is among those carried in full and once more.
-
-    Args:
-        full: ids of the tensors that objects carry in full. sparse: ids of those with changed elements.
-    """
-    times = Counter(full)
-    duplicates = (times.keys() & set(sparse)) | {tensor for tensor, count in times.items() if count > 1}
-    if duplicates:
-        raise FormatError(f"{what}: tensor {table[min(duplicates)].name!r} is carried in full and once more")
-
-
 def read_shard(data: Buffer, table: TensorTable, what: str) -> Iterator[tuple[str, Bits]]:
     """Yield (name, flat bits) of each tensor in one shard of an anchor. Errors as ``read_anchor``."""
     container = read_anchor(data, table, what)
@@ -134,11 +120,6 @@ def delta_context(document: Manifest | MergedDelta | Anchor) -> DeltaContext | N
     if isinstance(document, Anchor) or document.base_version is None:
         return None
     return DeltaContext(document.run, document.version, document.base_version, document.changed)
-
-
-def holds_all_tensors(document: Manifest | MergedDelta | Anchor) -> bool:
-    """Return whether the document's objects together must hold each tensor once."""
-    return isinstance(document, Anchor) or (isinstance(document, Manifest) and document.kind == "anchor")
 
 
 def describe_document(document: Manifest | MergedDelta | Anchor) -> str:

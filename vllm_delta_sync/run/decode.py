@@ -1,5 +1,6 @@
 """Decode the objects that a document lists: ``open_objects`` tensor by tensor, ``decode_objects`` all at once."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm_delta_sync.codec.delta_reader import DeltaReader
@@ -9,13 +10,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.checks import (
-    check_carried_once,
-    delta_context,
-    describe_document,
-    holds_all_tensors,
-    read_shard,
-)
+from vllm_delta_sync.run.checks import delta_context, describe_document, read_shard
 from vllm_delta_sync.tensors.changes import BaseLookup, Changes, Full
 
 
@@ -40,8 +35,11 @@ def open_objects(
     if context is None:
         raise ChainError(f"{what} holds whole tensors, not changes")
     parts = [DeltaReader(data, table, context, old, backwards) for data in objects]
-    sparse = (int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids)
-    check_carried_once(what, table, (tensor for part in parts for tensor in part.full), sparse)
+    times = Counter(tensor for part in parts for tensor in part.full)
+    sparse = {int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids}
+    twice = (times.keys() & sparse) | {tensor for tensor, count in times.items() if count > 1}
+    if twice:
+        raise FormatError(f"{what}: tensor {table[min(twice)].name!r} is carried in full and once more")
     changed = sum(part.changed for part in parts)
     if changed != document.changed:
         raise FormatError(f"{what}: objects carry {changed} elements, it declares {document.changed}")
@@ -79,7 +77,8 @@ def decode_objects(
         for ref, data in zip(document.objects, objects, strict=True)
         for name, bits in read_shard(data, table, ref.key)
     ]
-    if holds_all_tensors(document) and sorted(found.id for found in full) != list(range(len(table))):
+    is_whole = isinstance(document, Anchor) or (isinstance(document, Manifest) and document.kind == "anchor")
+    if is_whole and sorted(found.id for found in full) != list(range(len(table))):
         raise FormatError(f"{describe_document(document)} does not hold each of {len(table)} tensors once")
     changes = Changes([], full)
     if isinstance(document, Manifest) and changes.changed != document.changed:

@@ -487,10 +487,9 @@ class ReadPlanner:
         document = self._documents[moves[0].edge.key]
         if isinstance(document, MergedDelta):
             raise ChainError(f"{moves[0].edge.key} is no root")
-        return Plan(self._run, self._root(document), self._steps(moves[1:]))
-
-    def _root(self, document: Manifest | Anchor) -> Root:
-        return Root(self.manifest(document.version), document) if isinstance(document, Anchor) else Root(document)
+        manifest = self.manifest(document.version)
+        root = Root(manifest, document if isinstance(document, Anchor) else None)
+        return Plan(self._run, root, self._steps(moves[1:]))
 
     # Why not
 

@@ -51,24 +51,23 @@ def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
     return [(box, piece_of(memory, index).view(box.shape)) for box, index in indices]
 
 
-def owns(tensor: torch.Tensor) -> bool:
+def owns(tensor: Any) -> bool:
     """Return whether this process publishes what it holds: each element belongs to exactly one process.
 
     Replicas belong to coordinate 0 of each replicated mesh dimension. If several meshes hold the same tensor, as in
     tensor parallelism under DDP, it belongs to the mesh of rank 0. An unsharded tensor belongs to rank 0.
     """
     if _is_dtensor(tensor):
-        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        mesh = tensor.device_mesh
         coordinate = _coordinate(mesh)
         if coordinate is None or not (mesh.mesh == 0).any():
             return False
         return all(
             place == 0 or not placement.is_replicate()
-            for place, placement in zip(coordinate, _placements(tensor), strict=True)
+            for place, placement in zip(coordinate, tensor.placements, strict=True)
         )
     if hasattr(tensor, "ds_id"):
-        group: Any = tensor.ds_process_group  # type: ignore[attr-defined]
-        return 0 in torch.distributed.get_process_group_ranks(group)
+        return 0 in torch.distributed.get_process_group_ranks(tensor.ds_process_group)
     return torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
 
 
@@ -94,10 +93,10 @@ def piece_of(memory: torch.Tensor, index: Index) -> torch.Tensor:
     return memory[index] if index else memory
 
 
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+def layout(tensor: Any) -> tuple[object, ...]:
     """Return a value that stays equal, in this process, while ``local_boxes`` returns the same boxes."""
     if _is_dtensor(tensor):
-        return tensor.shape, tensor.device_mesh, _placements(tensor)  # type: ignore[attr-defined]
+        return tensor.shape, tensor.device_mesh, tensor.placements
     if hasattr(tensor, "ds_id"):
         return whole_shape(tensor), _partition_range(tensor)
     return (tuple(tensor.shape),)
@@ -107,27 +106,23 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
-def _placements(tensor: torch.Tensor) -> Any:
-    return tensor.placements  # type: ignore[attr-defined]
-
-
 def _coordinate(mesh: Any) -> tuple[int, ...] | None:
     """Coordinate of this process in a mesh; None outside it."""
     coordinate = mesh.get_coordinate()
     return None if coordinate is None else tuple(coordinate)
 
 
-def _dtensor_indices(tensor: torch.Tensor, name: str) -> list[tuple[Box, Index]]:
-    whole, mesh = tuple(tensor.shape), tensor.device_mesh  # type: ignore[attr-defined]
+def _dtensor_indices(tensor: Any, name: str) -> list[tuple[Box, Index]]:
+    whole, mesh = tuple(tensor.shape), tensor.device_mesh
     coordinate = _coordinate(mesh)
     if coordinate is None:
         return []
-    shards = tuple(_shard(placement, name) for placement in _placements(tensor))
+    shards = tuple(_shard(placement, name) for placement in tensor.placements)
     local = local_memory(tensor, name)
     local_shape, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
     if cuts and tuple(local.shape) != local_shape:
         raise ModelError(
-            f"tensor {name!r} is a DTensor {list(whole)} placed as {list(_placements(tensor))}; this process holds "
+            f"tensor {name!r} is a DTensor {list(whole)} placed as {list(tensor.placements)}; this process holds "
             f"{list(local.shape)} of it, not {list(local_shape)} as placed; publish a function that yields the whole "
             "tensors"
         )

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, FingerprintError, NotFoundError, UsageError
-from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key, merged_delta_key
+from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import describe_document
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, Ways
@@ -109,14 +109,13 @@ class ReplayAudit:
     def _check_step(self, document: Manifest | MergedDelta) -> bool:
         """Return whether a delta or merged delta is good: its objects, what they declare, and what they make of the
         weights that they are for, if these can be rebuilt."""
-        before: str | None
+        step = Step(self._run, document)
+        key, low, high, after = step.key, step.low, step.high, step.high_fingerprint.hex()
         if isinstance(document, MergedDelta):
-            key, low, high = merged_delta_key(document.first, document.last), document.first, document.last
-            before, after = document.first_fingerprint, document.last_fingerprint
+            before: str | None = document.first_fingerprint
         else:
-            key, low, high = version_key(document.version), document.base_version or 0, document.version
             base = self._documents.manifests.get(low)
-            before, after = None if base is None else base.fingerprint, document.fingerprint
+            before = None if base is None else base.fingerprint
         state = self.state if self._move(low) else None
         changes, found = self._objects.read(document, key, high, state)
         if changes is not None:

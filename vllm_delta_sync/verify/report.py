@@ -44,10 +44,6 @@ class Findings:
         if not self._keep:
             raise finding.error
 
-    def contains(self, error: DeltaSyncError) -> bool:
-        """Return whether an error belongs to a finding; other errors mean that the check itself failed."""
-        return any(finding.error is error for finding in self.items)
-
 
 @dataclass
 class VerifyReport:

@@ -165,17 +165,16 @@ def _write_again(run: RunReader, key: str, base: str | Path | None, report: Veri
     Raises:
         SettingsError: the run is signed, and there is no key to sign with. DataError, UsageError: it cannot be rebuilt.
     """
-    if key == HEAD_KEY:
-        run.keyring.check_can_sign(run.info)
-        return _repair_head(run, report)
-    if (version := anchor_of_key(key)) is not None:
-        run.keyring.check_can_sign(run.info)
+    version, ends = anchor_of_key(key), merged_delta_of_key(key)
+    if key != HEAD_KEY and version is None and ends is None:
+        return None
+    run.keyring.check_can_sign(run.info)
+    if version is not None:
         make_anchor(run, version, base, replace=True)
-    elif (ends := merged_delta_of_key(key)) is not None:
-        run.keyring.check_can_sign(run.info)
+    elif ends is not None:
         make_merged_delta(run, *ends, replace=True, weights=RollingWeights(run, base))
     else:
-        return None
+        return _repair_head(run, report)
     return f"{key}: rebuilt from the history"
 
 
