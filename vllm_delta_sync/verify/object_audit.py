@@ -19,7 +19,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.run.checks import describe_document, read_shard
 from vllm_delta_sync.run.decode import decode_objects
@@ -99,19 +99,6 @@ class ObjectAudit:
         self._report.objects += 1
         self._report.bytes += len(data)
         return data
-
-    def fingerprint_error(
-        self, document: Manifest | MergedDelta, changes: Changes, before: str | None, after: str
-    ) -> DeltaSyncError | None:
-        """Return the error if the declared changes do not lead from one fingerprint to the other; None if they do."""
-        if before is None:
-            return None
-        reached = Fingerprint.from_hex(before) + changes.fingerprint
-        if reached.hex() == after:
-            return None
-        return FingerprintError(
-            f"{describe_document(document)}: objects lead to fingerprint {reached.hex()}, the manifest says {after}"
-        )
 
     def check_whole(
         self, document: Manifest | Anchor, key: str, version: int, state: ModelState | None

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, FingerprintError, NotFoundError, UsageError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
+from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import describe_document
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, Ways
 from vllm_delta_sync.run.read_plan import GapError, Root, Step
-from vllm_delta_sync.run.restore import BaseMissingError, apply_step, load_root
+from vllm_delta_sync.run.restore import BaseMissingError, apply_step, check_step, load_root
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
@@ -110,7 +111,7 @@ class ReplayAudit:
         """Return whether a delta or merged delta is good: its objects, what they declare, and what they make of the
         weights that they are for, if these can be rebuilt."""
         step = Step(self._run, document)
-        key, low, high, after = step.key, step.low, step.high, step.high_fingerprint.hex()
+        key, low, high = step.key, step.low, step.high
         if isinstance(document, MergedDelta):
             before: str | None = document.first_fingerprint
         else:
@@ -119,17 +120,19 @@ class ReplayAudit:
         state = self.state if self._move(low) else None
         changes, found = self._objects.read(document, key, high, state)
         if changes is not None:
-            error = self._objects.fingerprint_error(document, changes, before, after)
-            wrong = None if state is None or error is not None else first_wrong_tensor(state, changes)
-            if error is not None:
+            try:
+                if before is not None:
+                    check_step(step, Fingerprint.from_hex(before), changes.fingerprint)
+            except FingerprintError as error:
                 found.append(Finding(key, error, high))
-            elif wrong is not None:
-                error = FingerprintError(
+            wrong = None if state is None or found else first_wrong_tensor(state, changes)
+            if wrong is not None:
+                other = FingerprintError(
                     f"{describe_document(document)}: tensor {wrong!r} does not have the declared fingerprint after the "
                     "change: the object was made against other weights, or is damaged"
                 )
-                found.append(Finding(key, error, high, tensor=wrong))
-            elif state is not None and isinstance(document, Manifest):
+                found.append(Finding(key, other, high, tensor=wrong))
+            elif state is not None and not found and isinstance(document, Manifest):
                 state.apply(changes)
                 self.loaded = high
         return self._settle(Edge(key, low, high, document.payload_bytes, document.reversible), found)
