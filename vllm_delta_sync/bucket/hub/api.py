@@ -76,11 +76,10 @@ class HubContent:
     """A file's content as a stream.
 
     Attributes:
-        size: of the whole file; None if the Hub does not report it. start: offset of the first block.
+        size: of the whole file; None if the Hub does not report it.
     """
 
     size: int | None
-    start: int
     blocks: Iterator[bytes]
 
 
@@ -151,15 +150,15 @@ class HubApi:
             if response.status_code == 404 and not response.headers.get("x-error-code") and self.info(path) is None:
                 raise RefusedError(404, NO_FILE, "there is no such file", True)
             self._check(response, headers)
-            partial, found = response.status_code == 206, response.headers.get("content-range", "")
-            if partial and not found.startswith(f"bytes {start}-"):
+            found = response.headers.get("content-range", "")
+            if length is not None and not found.startswith(f"bytes {start}-"):
                 raise UnexpectedAnswerError(f"it answers bytes from {start} with {found!r}")
             linked = [
                 answer.headers["x-linked-size"] for answer in response.history if "x-linked-size" in answer.headers
             ]
             text = linked[-1] if linked else response.headers.get("content-length") if length is None else None
             size = int(text) if text is not None and text.isdigit() else None
-            yield HubContent(size, start if partial else 0, response.iter_bytes(_BLOCK_BYTES))
+            yield HubContent(size, response.iter_bytes(_BLOCK_BYTES))
 
     def connection(self) -> tuple[Connection, bool]:
         """Return a connection to the content store for writing, and whether it was requested just now.

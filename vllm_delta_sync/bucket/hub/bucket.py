@@ -83,7 +83,7 @@ class HubBucket(Bucket):
         with self._translate_errors(f"read key {key!r}", missing=key):
             try:
                 with self._api.open_file(path, start, length) as opened:
-                    return _cut(opened, start, length)
+                    return b"".join(self._limited(key, opened, length))
             except RefusedError as error:
                 if error.status != 416:
                     raise
@@ -172,19 +172,3 @@ class HubBucket(Bucket):
         except Exception as error:  # noqa: BLE001  three libraries raise theirs and builtins: all are translated
             found = translate_hub_error(error, action, self._location)
             raise found from (None if found is error else error)
-
-
-def _cut(opened: HubContent, start: int, length: int) -> bytes:
-    """Return the requested bytes, even if the store ignored the Range header."""
-    skip, found, parts = start - opened.start, 0, []
-    for block in opened.blocks:
-        report_bytes(len(block))
-        if skip >= len(block):
-            skip -= len(block)
-            continue
-        part = block[skip : skip + length - found]
-        skip, found = 0, found + len(part)
-        parts.append(part)
-        if found == length:
-            break
-    return b"".join(parts)
