@@ -115,19 +115,16 @@ def remove_abandoned(directory: Path) -> None:
         # In use, of another user, not made completely yet, or another process removes it.
         with suppress(OSError):
             found = path.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                _remove_unless_held(path)
-
-
-def _remove_unless_held(path: Path) -> None:
-    lock = os.open(path / LOCK_NAME, _FLAGS)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A lock on a file that is gone says nothing about a new folder of the same name.
-        if _is_in(path, lock):
-            _remove(path)
-    finally:
-        os.close(lock)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(path / LOCK_NAME, _FLAGS)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A lock on a file that is gone says nothing about a new folder of the same name.
+                if _is_in(path, lock):
+                    _remove(path)
+            finally:
+                os.close(lock)
 
 
 def _remove(path: Path) -> None:

@@ -104,26 +104,23 @@ class CacheFolder:
         if not resumed:
             self.discard(digest)
         self.make_room(digest, size)
-        part = os.open(self.part_path(digest), _CONTINUE if resumed else _CREATE, 0o600)
+        part, disk_full = os.open(self.part_path(digest), _CONTINUE if resumed else _CREATE, 0o600), None
         try:
-            return self._allocate_or_evict(digest, part, size)
+            try:
+                _allocate(part, size)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                # Full below the limit. Without eviction, a full cache would never change again.
+                self._evict(digest, size)
+                _allocate(part, size)
+                disk_full = error
         except OSError:
             self.discard(digest)
             raise
         finally:
             os.close(part)
-
-    def _allocate_or_evict(self, digest: str, part: int, size: int) -> OSError | None:
-        try:
-            _allocate(part, size)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            # Full below the limit. Without eviction, a full cache would never change again.
-            self._evict(digest, size)
-            _allocate(part, size)
-            return error
-        return None
+        return disk_full
 
     def finish(self, digest: str, size: int) -> None:
         """Make a complete download the object."""

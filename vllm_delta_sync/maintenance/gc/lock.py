@@ -57,8 +57,8 @@ class CollectionLock:
         Raises:
             ConflictError: another collection is running. StoreError: the store failed.
         """
-        number, info, over = self._newest()
-        if info is not None and not over:
+        number, info = self._newest()
+        if info is not None:
             self._check_over(info)
         if not self._claim(number + 1):
             raise ConflictError(
@@ -90,8 +90,8 @@ class CollectionLock:
         try:
             if number is None and self._tried:
                 # After an interrupt or a failure the claim may be there all the same.
-                newest, info, over = self._newest()
-                claim = None if info is None or over else self._read(info)
+                newest, info = self._newest()
+                claim = None if info is None else self._read(info)
                 number = newest if claim is not None and claim.holder == self._holder else None
             if number is None:
                 return
@@ -108,18 +108,12 @@ class CollectionLock:
                 error,
             )
 
-    def _newest(self) -> tuple[int, ObjectInfo | None, bool]:
-        """Return the number of the newest claim, 0 for none; its entry in the listing; whether it was released."""
-        number, info, over = 0, None, False
-        for item in self._run.bucket.list(COLLECTIONS_PREFIX):
-            found = collection_of_key(item.key)
-            if found is None or found[0] < number:
-                continue
-            if found[0] > number:
-                number, info, over = found[0], None, False
-            over |= found[1]
-            info = info if found[1] else item
-        return number, info, over
+    def _newest(self) -> tuple[int, ObjectInfo | None]:
+        """Return the number of the newest claim, 0 for none; its entry in the listing, None if it was released."""
+        listed = self._run.bucket.list(COLLECTIONS_PREFIX)
+        found = {named: item for item in listed if (named := collection_of_key(item.key)) is not None}
+        number = max((number for number, _ in found), default=0)
+        return number, None if (number, True) in found else found.get((number, False))
 
     def _check_over(self, info: ObjectInfo) -> None:
         bucket = self._run.bucket
