@@ -354,7 +354,8 @@ def test_who_waits_goes_on_waiting_while_something_comes(
     journal = tmp_path / f"{source.ref.sha256}.pieces"
     own, got, clock = Source(source.data), list[bytes](), Clock()
     monkeypatch.setattr(object_cache, "time", clock)
-    cache = ObjectCache(tmp_path, MANY, stall_seconds=10.0)
+    monkeypatch.setattr(object_cache, "STALL_SECONDS", 10.0)
+    cache = ObjectCache(tmp_path, MANY)
     waiting = threading.Thread(target=lambda: got.append(cache.get(own.ref, own)))
     waiting.start()
     for noted in range(4):
@@ -372,8 +373,11 @@ def test_who_waits_goes_on_waiting_while_something_comes(
 
 
 @pytest.mark.usefixtures("small_pieces", "slow")
-def test_none_waits_for_a_download_at_rest(tmp_path: Path, source: Source, caplog: pytest.LogCaptureFixture) -> None:
+def test_none_waits_for_a_download_at_rest(
+    tmp_path: Path, source: Source, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = Source(source.data)
-    assert ObjectCache(tmp_path, MANY, stall_seconds=0.2).get(own.ref, own) == source.data
+    monkeypatch.setattr(object_cache, "STALL_SECONDS", 0.2)
+    assert ObjectCache(tmp_path, MANY).get(own.ref, own) == source.data
     assert own.fetched == 1
     assert "and nothing has arrived for" in caplog.text

@@ -57,13 +57,20 @@ def local(local: Bucket) -> Bucket:
     return local
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transfer is shown from its first bytes on, and whenever some move."""
+    monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0)
+
+
 @contextmanager
 def halfway(local: Bucket, mode: Mode, call: str = "get", key: str = KEY) -> Iterator[None]:
     """A transfer of 4 MB that rests in the middle until the end of the block, and has ended after it."""
     go_on = threading.Event()
     pieces = ReportingBucket(local, MB, lambda done: done != 2 * MB or go_on.wait(60))
     arguments: dict[str, tuple[object, ...]] = {"put": (bytes(4 * MB),)}
-    method = getattr(ProgressBucket(pieces, mode, after=0, every=0), call)
+    method = getattr(ProgressBucket(pieces, mode), call)
     thread = threading.Thread(target=method, args=(key, *arguments.get(call, ())))
     thread.start()
     yield
@@ -84,6 +91,7 @@ def test_fast_transfers_are_silent_and_cost_no_request(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("name", ["put", "get"])
 def test_lines_in_the_log(local: Bucket, lines: Lines, name: str) -> None:
     way, of = ("up", r" of 4\.0") if name == "put" else ("down", "")
@@ -93,8 +101,9 @@ def test_lines_in_the_log(local: Bucket, lines: Lines, name: str) -> None:
     assert sum("done" in line for line in lines.seen) == 1
 
 
+@pytest.mark.usefixtures("at_once")
 def test_ranges_of_one_object_are_one_transfer(local: Bucket, lines: Lines) -> None:
-    bucket = ProgressBucket(ReportingBucket(local, MB), "log", after=0, every=0)
+    bucket = ProgressBucket(ReportingBucket(local, MB), "log")
     with bucket.transfer(KEY, 4 * MB):
         for start in range(4):
             bucket.get_range(KEY, start * MB, MB)
@@ -104,15 +113,17 @@ def test_ranges_of_one_object_are_one_transfer(local: Bucket, lines: Lines) -> N
     ]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_transfer_that_breaks_off(local: Bucket, lines: Lines) -> None:
     def broken(done: int) -> None:
         raise StoreError("the disk is full")
 
     with pytest.raises(StoreError, match="disk is full"):
-        ProgressBucket(ReportingBucket(local, MB, broken), "log", after=0).put("key", bytes(2 * MB))
+        ProgressBucket(ReportingBucket(local, MB, broken), "log").put("key", bytes(2 * MB))
     assert "interrupted, 1.0 MB in " in lines.seen[-1]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
     failures = [1]
 
@@ -122,12 +133,13 @@ def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
             raise UnavailableError("the connection was cut")
 
     retried = RetryingBucket(ReportingBucket(local, MB, cut_late), StoreOptions(), StoreUsage())
-    ProgressBucket(retried, "log", after=0, every=0).put("key", bytes(4 * MB))
+    ProgressBucket(retried, "log").put("key", bytes(4 * MB))
     moved = [line.partition(": ")[2][:3] for line in lines.seen if "MB/s" in line]
     assert moved[3:6] == ["4.0", "0.0", "1.0"]
     assert "up key: done, 4.0 MB" in lines.seen[-1]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("mode", ["auto", "bar"])
 def test_bars_on_a_terminal(local: Bucket, lines: Lines, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
@@ -140,6 +152,7 @@ def test_bars_on_a_terminal(local: Bucket, lines: Lines, mode: Mode, monkeypatch
     assert lines.seen == []
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("stderr", [None, "closed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_lost_terminal_stops_no_transfer(
@@ -148,4 +161,4 @@ def test_a_lost_terminal_stops_no_transfer(
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", None if stderr is None else closed)
-    assert len(ProgressBucket(ReportingBucket(local, MB), mode, after=0, every=0).get(KEY)) == 4 * MB
+    assert len(ProgressBucket(ReportingBucket(local, MB), mode).get(KEY)) == 4 * MB

@@ -56,9 +56,8 @@ class ObjectCache:
     read fail; each kind of problem is logged once. Safe for threads and processes.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int, *, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._folder = CacheFolder(directory, limit_bytes)
-        self._stall_seconds = stall_seconds
         self._log = LogThrottle(logger, ONCE)
 
     def get(self, ref: ObjectRef, bucket: Bucket) -> bytes:
@@ -66,7 +65,7 @@ class ObjectCache:
 
         Args:
             bucket: read if the object is not in the cache. One process of the node downloads it at a time; the others
-                wait, unless nothing moves for ``stall_seconds``.
+                wait, unless nothing moves for ``STALL_SECONDS``.
 
         Raises:
             NotFoundError: no such object. DigestError: its bytes differ from the manifest. StoreError: the store
@@ -107,7 +106,7 @@ class ObjectCache:
             return False
         try:
             self._folder.prepare()
-            last_progress, deadline = 0, time.monotonic() + self._stall_seconds
+            last_progress, deadline = 0, time.monotonic() + STALL_SECONDS
             while (found := self._try_read(ref, read)) is None:
                 if self._folder.try_lock(ref.sha256, stack):
                     # Read again: the former holder may have finished between our read and our lock.
@@ -115,9 +114,9 @@ class ObjectCache:
                     return True if found is None else found
                 now = time.monotonic()
                 if (progress := self._folder.progress(ref.sha256)) != last_progress:
-                    last_progress, deadline = progress, now + self._stall_seconds
+                    last_progress, deadline = progress, now + STALL_SECONDS
                 if now >= deadline:
-                    seconds = f"{self._stall_seconds:g} s"
+                    seconds = f"{STALL_SECONDS:g} s"
                     problem = f"another process is fetching {ref.key}, and nothing has arrived for {seconds}"
                     self._warn("stall", problem, "check why it is stalled")
                     return False

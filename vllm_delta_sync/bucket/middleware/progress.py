@@ -26,18 +26,16 @@ logger = guarded_logger("vllm_delta_sync.bucket")
 
 
 class ProgressBucket(BucketMiddleware):
-    """Shows puts, gets and transfers that take longer than ``after`` seconds, while their bytes move.
+    """Shows puts, gets and transfers that take longer than ``SHOWN_AFTER_SECONDS``, while their bytes move.
 
-    ``bar``: tqdm bars on stderr. ``log``: a line after ``after`` seconds, one every ``every`` seconds, and one at the
-    end. ``auto``: bars if stderr is a terminal and this is the main process, otherwise lines. An error here never stops
-    a transfer.
+    ``bar``: tqdm bars on stderr. ``log``: a line after that time, one every ``LOG_SECONDS``, and one at the end.
+    ``auto``: bars if stderr is a terminal and this is the main process, otherwise lines. An error here never stops a
+    transfer.
     """
 
-    def __init__(
-        self, inner: Bucket, mode: Mode, *, after: float = SHOWN_AFTER_SECONDS, every: float = LOG_SECONDS
-    ) -> None:
+    def __init__(self, inner: Bucket, mode: Mode) -> None:
         super().__init__(inner)
-        self._mode, self._after, self._every = mode, after, every
+        self._mode = mode
 
     def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
         # ``transfer`` shows ranges.
@@ -56,7 +54,7 @@ class ProgressBucket(BucketMiddleware):
         if self._mode == "off":
             yield
             return
-        shown = _ShownTransfer(direction, key, size, _use_bars(self._mode), self._after, self._every)
+        shown = _ShownTransfer(direction, key, size, _use_bars(self._mode))
         done = False
         try:
             with observed_by(shown.on_bytes):
@@ -69,13 +67,11 @@ class ProgressBucket(BucketMiddleware):
 class _ShownTransfer:
     """One transfer, and the bar or the lines that show it. Args: size: in bytes, 0 if it is not known."""
 
-    def __init__(
-        self, direction: Literal["up", "down"], key: str, size: int, bars: bool, after: float, every: float
-    ) -> None:
+    def __init__(self, direction: Literal["up", "down"], key: str, size: int, bars: bool) -> None:
         self._direction, self._key, self._size = direction, key, size
-        self._bars, self._every = bars, DRAW_SECONDS if bars else every
+        self._bars = bars
         self._began = time.monotonic()
-        self._due = self._began + after
+        self._due = self._began + SHOWN_AFTER_SECONDS
         self._lock = threading.Lock()
         self._moved = 0
         self._logged = False
@@ -87,7 +83,7 @@ class _ShownTransfer:
             now = time.monotonic()
             if now < self._due:
                 return
-            self._due = now + self._every
+            self._due = now + (DRAW_SECONDS if self._bars else LOG_SECONDS)
             if self._bars:
                 with suppress(OSError, ValueError):  # the terminal has closed, or stderr is closed
                     self._draw(now)
