@@ -247,11 +247,8 @@ def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
     try:
         new = not target.exists()
         target.mkdir(parents=True, exist_ok=True)
-        if not work.exists():
-            _refuse_foreign(target, work, weights)
         with _locked(work):
             try:
-                # Check again under the lock: another export may just have finished here.
                 _refuse_foreign(target, work, weights)
                 yield work
             except BaseException:  # including interrupts
