@@ -11,8 +11,6 @@ from vllm_delta_sync.cli.text import ProgressBar, clean, many, percent, print_co
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.accounting import VersionCost
 
-SHOWN = 20
-
 
 @command(
     "du",

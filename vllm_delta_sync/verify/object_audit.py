@@ -60,7 +60,12 @@ class ObjectAudit:
         if lost:
             return None, lost
         try:
-            changes = self._decoded(document, key, objects, state)
+            if state is not None or not needs_base_bits(document):
+                old = None if state is None else state.base_tensor
+                changes = decode_objects(document, self._run.table, objects, old)
+            else:
+                changes = Changes(fingerprints=summarize_changes(document, self._run.table, objects).fingerprints)
+                self._report.undecoded.append(key)
             if document.reversible and (needs_base_bits(document) or not changes.reversible):
                 raise FormatError(
                     f"{key} declares that it is reversible, but its objects "
@@ -69,16 +74,6 @@ class ObjectAudit:
             return changes, []
         except DeltaSyncError as error:
             return None, [Finding(key, error, version)]
-
-    def _decoded(
-        self, document: Manifest | MergedDelta, key: str, objects: list[bytes], state: ModelState | None
-    ) -> Changes:
-        table = self._run.table
-        if state is not None or not needs_base_bits(document):
-            return decode_objects(document, table, objects, None if state is None else state.base_tensor)
-        found = summarize_changes(document, table, objects)
-        self._report.undecoded.append(key)
-        return Changes(fingerprints=found.fingerprints)
 
     def _fetch(
         self, ref: ObjectRef, document: Listing, key: str, version: int, state: ModelState | None
