@@ -80,7 +80,7 @@ class Counting(Bucket):
         self.requests += 1
         return self._inner.stat(key)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         self.requests += 1
         return self._inner.list(prefix)
 

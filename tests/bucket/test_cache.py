@@ -73,7 +73,7 @@ class Source(Bucket):
     def delete(self, key: str) -> None:
         raise StoreError("a cache deletes nothing")
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         raise StoreError("a cache knows what it wants")
 
     def got_from(self, cache: ObjectCache) -> bool:

@@ -67,7 +67,7 @@ class MemoryBucket(Bucket):
     def stat(self, key: str) -> ObjectInfo:
         return ObjectInfo(key, len(self.get(key)), self.held[key][1])
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter([self.stat(key) for key in sorted(self.held) if key.startswith(prefix)])
 
     def delete(self, key: str) -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar, NoReturn, Self, TypeVar
 
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.urls import check_key
+from vllm_delta_sync.urls import check_key, check_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,18 @@ class Bucket(ABC):
             NotFoundError: no such object.
         """
 
-    @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose key starts with ``prefix``, ascending by key, without reading far ahead.
 
         ``prefix`` need not end at a ``/``. Objects put or deleted during the iteration may or may not appear; all
         others appear exactly once. A bucket that does not exist yet is empty.
         """
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As ``list``, of a valid prefix."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -152,7 +157,7 @@ class ReadOnlyBucket(Bucket):
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         self._refuse(f"write key {key!r}")
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         self._refuse(f"list keys {prefix!r}")
 
     def delete(self, key: str) -> None:

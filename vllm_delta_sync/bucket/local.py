@@ -31,12 +31,13 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
     conflict_error,
+    is_key,
     report_bytes,
     unreadable_error,
 )
 from vllm_delta_sync.durable_files import sync_path
 from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
-from vllm_delta_sync.urls import MAX_KEY_BYTES, check_key, check_prefix
+from vllm_delta_sync.urls import MAX_KEY_BYTES, check_key
 
 STALE_TRIES = 5
 """Tries of a call that fails with ESTALE."""
@@ -237,10 +238,6 @@ class LocalBucket(Bucket):
         with self._read_errors("look up", key):
             return self._in_folder(folders, read_info, create=False)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
-
     def delete(self, key: str) -> None:
         folders, name = _split(key)
 
@@ -394,7 +391,7 @@ class LocalBucket(Bucket):
                 folder = stack.enter_context(open_folder(self._root, folders))
             for name in names:
                 key = path + name
-                if not _is_key(key.removesuffix("/")):
+                if _NFS_LEFTOVER.fullmatch(name.removesuffix("/")) or not is_key(key.removesuffix("/")):
                     continue  # the staging directory, or a file that no put made
                 try:
                     if not name.endswith("/"):
@@ -462,14 +459,6 @@ def _split(key: str) -> tuple[list[str], str]:
     if any(_NFS_LEFTOVER.fullmatch(part) for part in (*folders, name)):
         raise UsageError(f"key {key!r} has a part that NFS clients use for removed files; choose another")
     return folders, name
-
-
-def _is_key(key: str) -> bool:
-    try:
-        _split(key)
-    except UsageError:
-        return False
-    return True
 
 
 def _open_source(key: str, path: Path) -> BufferedIOBase:

@@ -36,7 +36,7 @@ from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRe
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.logs import public_url, redact
 from vllm_delta_sync.settings import StoreOptions
-from vllm_delta_sync.urls import StoreLocation, check_key, check_prefix
+from vllm_delta_sync.urls import StoreLocation, check_key
 
 PIECE_BYTES = 1024 * 1024
 """Minimum size of each piece of a transfer but the last. Bandwidth limits apply once per piece."""
@@ -212,10 +212,6 @@ class ObjectStoreBucket(ObjectReader):
         if if_absent and exists(self, key):
             raise conflict_error(self.url, key)
         self._put_parts(key, path, pieces, max(PART_BYTES, -(-(size or 0) // MOST_PARTS)))
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

@@ -227,7 +227,7 @@ class Session(Bucket):
         self.process.reading(key)
         return self.place.stat(key)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         self.process.reading(prefix)
         return self.place.listing(prefix, self.process.fault.lag)
 

@@ -20,7 +20,7 @@ from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, transla
 from vllm_delta_sync.bucket.hub.xet import Transfers
 from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
-from vllm_delta_sync.urls import StoreLocation, check_key, check_prefix
+from vllm_delta_sync.urls import StoreLocation, check_key
 
 _BLOCK_BYTES = 1 << 20
 _CHECK_FIRST_BYTES = 1 << 23
@@ -95,10 +95,6 @@ class HubBucket(Bucket):
         if file is None:
             raise self._missing(key)
         return ObjectInfo(key, file.bytes, file.modified)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

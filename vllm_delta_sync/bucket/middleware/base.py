@@ -9,7 +9,6 @@ from typing import Literal, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.urls import check_prefix
 
 PAGE = 1000
 """Keys requested at once in a listing."""
@@ -103,10 +102,6 @@ class BucketMiddleware(Bucket):
 
     def stat(self, key: str) -> ObjectInfo:
         return self._around(Call("stat", key), lambda: self._inner.stat(key))
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
 
     def delete(self, key: str) -> None:
         self._around(Call("delete", key), lambda: self._inner.delete(key))

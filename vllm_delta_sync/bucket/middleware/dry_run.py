@@ -35,7 +35,7 @@ class DryRunBucket(Bucket):
     def stat(self, key: str) -> ObjectInfo:
         return self._bucket_of(key).stat(key)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         last = ""
         for item in heapq.merge(self._overlay.list(prefix), self._inner.list(prefix), key=lambda item: item.key):
             if item.key != last and item.key not in self._deleted:
