@@ -36,7 +36,7 @@ from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.manifest import HEAD_KEY, ObjectRef, object_key, version_key
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance import rolling_weights
+from vllm_delta_sync.maintenance import anchor_writer, merge_writer, rolling_weights
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, due_ranges, maintain
@@ -132,10 +132,9 @@ def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_several_objects(tmp_path: Path, codec: RelativeCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
+    monkeypatch.setattr(merge_writer, "OBJECT_BYTES", 1)
     written = make(tmp_path, 4)
-    merged_delta = make_merged_delta(
-        written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run)
-    )
+    merged_delta = make_merged_delta(written.run, 0, 4, codec=codec, weights=RollingWeights(written.run))
     assert len(merged_delta.objects) >= 3
     written.check(0, 4)
     assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
@@ -188,7 +187,9 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
     def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
         if key == side.merged_delta_key(0, 4) and not theirs:
             theirs.append(None)
-            theirs[:] = [make_merged_delta(written.run, 0, 4, object_bytes=1)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(merge_writer, "OBJECT_BYTES", 1)
+                theirs[:] = [make_merged_delta(written.run, 0, 4)]
         real()
 
     made = with_put(put, lambda: make_merged_delta(written.run, 0, 4))
@@ -325,8 +326,9 @@ def test_a_damaged_version_of_codec_context_is_skipped(tmp_path: Path) -> None:
 
 
 def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchor_writer, "OBJECT_BYTES", 20_000)
     written = make(tmp_path, 6)
-    anchor = make_anchor(written.run, 5, shard_bytes=20_000)
+    anchor = make_anchor(written.run, 5)
     assert len(anchor.objects) == 3
     found: dict[str, bytes] = {}
     for ref in anchor.objects:
@@ -342,7 +344,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # A damaged one is made anew.
     for bad in (anchor.to_bytes()[:-3], anchor.model_copy(update={"manifest": "0" * 64}).to_bytes()):
         written.bucket.put(side.anchor_key(5), bad)
-        assert make_anchor(written.run, 5, shard_bytes=20_000).objects == anchor.objects
+        assert make_anchor(written.run, 5).objects == anchor.objects
         assert written.run.anchor(5).manifest == written.writer.manifests[5].digest
     # Of raw versions, and of a model that is large.
     monkeypatch.setattr(rolling_weights, "IN_MEMORY_BYTES", 0)

@@ -30,7 +30,6 @@ def make_anchor(
     *,
     replace: bool = False,
     scratch: str | Path | None = None,
-    shard_bytes: int = OBJECT_BYTES,
     stop: Stop = never_stop,
 ) -> Anchor:
     """Write the anchor of a version, unless the bucket has it.
@@ -41,7 +40,6 @@ def make_anchor(
     Args:
         base: as ``run.restore.restore``. replace: write it even if there is one, for example with damaged shards.
         scratch: folder for the weights and one shard at a time; None for the system's temporary directory.
-        shard_bytes: target size of a shard; a tensor is never split, so a shard may be larger.
         stop: polled during the work; True stops it.
 
     Returns:
@@ -56,7 +54,7 @@ def make_anchor(
     if found is not None:
         return found
     state = RollingWeights(run, base, scratch, stop).at(target)
-    shards = shard_tables(run.table, shard_bytes)
+    shards = shard_tables(run.table, OBJECT_BYTES)
     largest = max((shard.full_bytes for shard in shards), default=0)
     with scratch_folder(scratch, f"the anchor of version {version}", largest + largest // 64) as folder:
         refs = []

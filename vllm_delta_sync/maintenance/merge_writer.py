@@ -56,7 +56,6 @@ def make_merged_delta(
     *,
     replace: bool = False,
     scratch: str | Path | None = None,
-    object_bytes: int = OBJECT_BYTES,
     stop: Stop = never_stop,
     codec: RelativeCodec = "plain",
     weights: RollingWeights | None = None,
@@ -69,7 +68,6 @@ def make_merged_delta(
     Args:
         replace: write it even if there is one, for example with damaged objects.
         scratch: folder for temporary files of about twice the size of the deltas; None for the system's.
-        object_bytes: size at which an object is full.
         stop: polled during the work; True stops it.
         codec: of the merged delta. ``tiled`` takes fewer bytes and cannot be reverted.
         weights: source of the weights at ``first``, needed if codec ``tiled`` is read or written.
@@ -95,7 +93,7 @@ def make_merged_delta(
     if found is not None:
         return found
     avoid = {merged_delta_key(first, last)} if replace or last - first > 1 else set()
-    return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights, plain_objects).make(scratch, replace)
+    return _MergeBuilder(run, ends, avoid, stop, codec, weights, plain_objects).make(scratch, replace)
 
 
 def existing_merged_delta(run: RunReader, first: Manifest, last: Manifest) -> MergedDelta | None:
@@ -115,7 +113,6 @@ class _MergeBuilder:
     run: RunReader
     ends: tuple[Manifest, Manifest]
     avoid: set[str]
-    object_bytes: int
     stop: Stop
     codec: RelativeCodec
     weights: RollingWeights | None
@@ -137,7 +134,7 @@ class _MergeBuilder:
             state = self._weights_if_needed(steps)
             old = None if state is None else state.base_tensor
             rolling = None if old is None else RollingBase(old)
-            with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
+            with scratch_folder(scratch, purpose, 2 * payload + min(payload, OBJECT_BYTES)) as folder:
                 deltas = self._open(steps, folder, rolling)
                 if isinstance(deltas, DeltaSyncError):
                     first_error = first_error or deltas
@@ -234,7 +231,7 @@ class _MergeBuilder:
                 for piece in pieces:
                     check_stop(self.stop)
                     spool.add(piece)
-                    if spool.bytes >= self.object_bytes:
+                    if spool.bytes >= OBJECT_BYTES:
                         more = True
                         break
                 if spool.tensors:

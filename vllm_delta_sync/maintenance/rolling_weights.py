@@ -11,7 +11,7 @@ from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 
 OBJECT_BYTES = 1024**3
-"""Default size at which an object of an anchor or merged delta is full; the next tensor starts another object."""
+"""Size at which an object of an anchor or merged delta is full: the next tensor starts another. No tensor is split."""
 IN_MEMORY_BYTES = 64 * 1024**2
 """Models above this size are rebuilt in a scratch file: training on the same machine needs the memory."""
 
