@@ -104,14 +104,12 @@ class Container:
         if not isinstance(header, dict):
             raise FormatError(f"{what}: header is not a JSON object")
         self._data = view[_LENGTH_BYTES + header_size :]
-        self.metadata = self._metadata(header.pop("__metadata__", {}))
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise FormatError(f"{what}: __metadata__ is not a map of strings")
+        self.metadata: dict[str, str] = metadata
         self.entries = {name: self._entry(name, value) for name, value in header.items()}
         self._check_no_gaps()
-
-    def _metadata(self, value: object) -> dict[str, str]:
-        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-            raise FormatError(f"{self._what}: __metadata__ is not a map of strings")
-        return value
 
     def _entry(self, name: str, value: object) -> Entry:
         what = f"{self._what}: entry {name[:80]!r}"

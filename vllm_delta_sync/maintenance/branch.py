@@ -73,7 +73,9 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
 def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     if bucket.url == run.bucket.url:
         raise UsageError(f"{bucket.url!r} is the run to branch from; choose another URL for the branch")
-    _refuse_existing(bucket)
+    for prefix in (RUN_KEY, TABLE_KEY, HEAD_KEY, VERSIONS_PREFIX):
+        if (found := next(iter(bucket.list(prefix)), None)) is not None:
+            raise ConflictError(f"{bucket.url} already holds {found.key} of a run; branch to a new URL")
     source, _ = choose_version(run, version)
     info = RunInfo(
         run=secrets.token_hex(16),
@@ -84,7 +86,21 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
         files=run.info.files,
     )
     info = run.keyring.signed(info)
-    first = run.keyring.signed(_version_0(run, source, info))
+    first = Manifest(
+        run=info.run,
+        version=0,
+        step=source.step,
+        kind="reference",
+        base=Base(location=run.bucket.url, run=run.info.run, version=source.version, manifest=source.digest),
+        changed=0,
+        total=info.total,
+        payload_bytes=0,
+        full_bytes=info.full_bytes,
+        fingerprint=source.fingerprint,
+        tensor_fingerprints=tensor_fingerprints(run, source),
+        created_at=timestamp(),
+    )
+    first = run.keyring.signed(first)
     files = {item.key: fetch_run_file(run, item) for item in info.files}
     name = branch_tag(info.run)
     set_tag(run, name, source.version, branch=bucket.url)
@@ -99,31 +115,6 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     except DeltaSyncError as error:
         # Readers find version 0 without HEAD.json.
         logger.warning("the branch was created, but its %s was not written: %s", HEAD_KEY, error)
-
-
-def _refuse_existing(bucket: Bucket) -> None:
-    for prefix in (RUN_KEY, TABLE_KEY, HEAD_KEY, VERSIONS_PREFIX):
-        found = next(iter(bucket.list(prefix)), None)
-        if found is not None:
-            raise ConflictError(f"{bucket.url} already holds {found.key} of a run; branch to a new URL")
-
-
-def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
-    location = run.bucket.url
-    return Manifest(
-        run=info.run,
-        version=0,
-        step=source.step,
-        kind="reference",
-        base=Base(location=location, run=run.info.run, version=source.version, manifest=source.digest),
-        changed=0,
-        total=info.total,
-        payload_bytes=0,
-        full_bytes=info.full_bytes,
-        fingerprint=source.fingerprint,
-        tensor_fingerprints=tensor_fingerprints(run, source),
-        created_at=timestamp(),
-    )
 
 
 def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:

@@ -67,8 +67,12 @@ class Source:
 
     def ask(self, call: Callable[[Bucket], bytes]) -> bytes | None:
         """Return the answer, or None if it fails or is suspended."""
-        if not self._may_be_used():
-            return None
+        with self._lock:
+            if self._failed >= self.failures:
+                if self._now() < self._suspended_until:
+                    return None
+                # After a suspension one call tries; until its outcome is known, others use what comes next.
+                self._suspended_until = self._now() + PAUSE_SECONDS
         try:
             answer = self._call(call)
         except DeltaSyncError as error:
@@ -91,15 +95,6 @@ class Source:
     def _call(self, call: Callable[[Bucket], bytes]) -> bytes | None:
         """Return the answer; None if it is no failure that there is none."""
         return call(self.bucket)
-
-    def _may_be_used(self) -> bool:
-        with self._lock:
-            if self._failed >= self.failures:
-                if self._now() < self._suspended_until:
-                    return False
-                # After a suspension one call tries; until its outcome is known, others use what comes next.
-                self._suspended_until = self._now() + PAUSE_SECONDS
-            return True
 
     def _record_failure(self, kind: str, problem: str) -> None:
         with self._lock:

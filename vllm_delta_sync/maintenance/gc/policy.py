@@ -98,10 +98,11 @@ class _Planner:
         self._keep_window()
         ways = self._graph.ways()
         abandoned: list[int] = []
+        newest = (self._contents.head, self._contents.sound, self._contents.exact)
         for version, reasons in self._wanted().items():
             if version in ways:
                 planned.kept[version] = reasons
-            elif self._is_abandoned(version):
+            elif version not in newest and self._record is not None and self._record.gave_up(version):
                 abandoned.append(version)
             else:
                 planned.lost[version] = reasons
@@ -154,11 +155,6 @@ class _Planner:
             for version in named
             if version < len(history) and self._age(history[version].info) < self._policy.longest_pin
         ]
-
-    def _is_abandoned(self, version: int) -> bool:
-        if version in (self._contents.head, self._contents.sound, self._contents.exact):
-            return False
-        return self._record is not None and self._record.gave_up(version)
 
     # What these versions need
 
