@@ -114,9 +114,7 @@ class Journal:
 
     def __init__(self, file: int, key: str, size: int, usable: bool) -> None:
         self._file = file
-        piece = piece_bytes(size)
-        head = f"pieces of {piece} of {size} {key}\n".encode()
-        count = -(-size // piece)
+        head, count = _journal_head(key, size), -(-size // piece_bytes(size))
         text = os.pread(file, len(head) + count * (len(str(count)) + 1), 0) if usable else b""
         found = _numbers(text[len(head) :], count) if text.startswith(head) else None
         self.done = found or set()
@@ -139,10 +137,13 @@ class Journal:
 
 def has_range(journal: bytes, key: str, size: int, start: int, length: int) -> bool:
     """Return whether the pieces that the content of a journal records as complete cover a range of the object."""
-    piece = piece_bytes(size)
-    head = f"pieces of {piece} of {size} {key}\n".encode()
+    head, piece = _journal_head(key, size), piece_bytes(size)
     done = _numbers(journal[len(head) :], -(-size // piece)) if journal.startswith(head) else None
     return done is not None and set(range(start // piece, -(-(start + length) // piece))) <= done
+
+
+def _journal_head(key: str, size: int) -> bytes:
+    return f"pieces of {piece_bytes(size)} of {size} {key}\n".encode()
 
 
 def _numbers(text: bytes, count: int) -> set[int] | None:

@@ -145,14 +145,12 @@ class Prefetcher:
 
         For checks and listings: if a manifest is replaced meanwhile, the bytes read first are used.
         """
-        if self._manifest_cache is not None:
-            yield
-            return
-        self._manifest_cache = _ManifestCache()
+        before = self._manifest_cache
+        self._manifest_cache = before or _ManifestCache()
         try:
             yield
         finally:
-            self._manifest_cache = None
+            self._manifest_cache = before
 
     def is_under_way(self, key: str) -> bool:
         """Return whether a document is being fetched and was not used yet."""

@@ -215,7 +215,8 @@ class ReplayAudit:
                 # It is an operand of the caller, and says nothing about the run.
                 raise
             if isinstance(error, BaseMissingError):
-                self._note(f"weights were not rebuilt: {error}")
+                note = f"weights were not rebuilt: {error}"
+                self._report.notes += [] if note in self._report.notes else [note]
             else:
                 self._findings.add(Finding(key, error, version))
         except (DataError, UsageError):
@@ -241,7 +242,3 @@ class ReplayAudit:
 
     def _is_gone(self, version: int) -> bool:
         return self._record is not None and self._record.is_gone(version)
-
-    def _note(self, text: str) -> None:
-        if text not in self._report.notes:
-            self._report.notes.append(text)

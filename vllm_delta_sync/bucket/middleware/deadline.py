@@ -102,17 +102,13 @@ class _Meter:
     """Counts the bytes of a call, and ends the transfer of an abandoned one. Attributes: size: known so far."""
 
     def __init__(self, size: int) -> None:
-        self._known, self._moved = size, 0
+        self.size, self._moved, self.abandoned = size, 0, False
         self._lock = threading.Lock()
-        self.abandoned = False
-
-    @property
-    def size(self) -> int:
-        return max(self._known, self._moved)
 
     def on_bytes(self, count: int) -> None:
         with self._lock:
             self._moved += count
+            self.size = max(self.size, self._moved)
         if self.abandoned:
             # The result would be dropped.
             raise UnavailableError("the call missed its deadline and was abandoned; try again")
