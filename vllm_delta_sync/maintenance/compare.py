@@ -1,7 +1,6 @@
 """``compare`` says how far tensors moved between two versions."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +122,8 @@ def compare_tensor(spec: TensorSpec, old: Bits, new: Bits) -> TensorChange:
     change = squares = 0.0
     # Norms of F64 may overflow; they are then infinite.
     with np.errstate(all="ignore"):
-        for a, b in _chunks(old, new):
+        for start in range(0, old.size, CHUNK_ELEMENTS):
+            a, b = old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS]
             changed += int(np.count_nonzero(a != b))
             x, y = _values(spec.element, a), _values(spec.element, b)
             finite_x, finite_y = np.isfinite(x), np.isfinite(y)
@@ -133,11 +133,6 @@ def compare_tensor(spec: TensorSpec, old: Bits, new: Bits) -> TensorChange:
             squares += float(np.sum(np.square(x)))
             change += float(np.sum(np.square(y - x)))
     return TensorChange(spec, changed, nonfinite_old, nonfinite_new, math.sqrt(change), math.sqrt(squares))
-
-
-def _chunks(old: Bits, new: Bits) -> Iterator[tuple[Bits, Bits]]:
-    for start in range(0, old.size, CHUNK_ELEMENTS):
-        yield old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS]
 
 
 def _values(element: DType, bits: Bits) -> npt.NDArray[np.float64]:

@@ -318,11 +318,8 @@ def read_record(folder: Path) -> ExportRecord | None:
         record = _RECORD.validate_json((folder / EXPORT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return record if all(map(_is_file_name, record.files)) else None
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and (name == DRAFT_FILE or (name not in ("", ".", "..") and "/" not in name))
+    good = (name == DRAFT_FILE or (name not in ("", ".", "..") and "/" not in name) for name in record.files)
+    return record if all(good) else None
 
 
 def _exported_names(*folders: Path) -> set[str]:

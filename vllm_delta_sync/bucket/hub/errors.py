@@ -94,7 +94,8 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"InvalidURL", "UnsupportedProtocol", "TooManyRedirects"}:
         return StoreError(f"{failed}: {text_of(error)}; check HF_ENDPOINT or store_endpoint")
-    status = _status(error)
+    found = _XET_STATUS.search(str(error))
+    status = None if found is None else int(found[1] or found[2])
     if status is not None or names & {"XetAuthenticationError", "XetObjectNotFoundError"}:
         return _refused_by_store(error, status, names, failed, location)
     if _CERTIFICATE.search(str(error)):
@@ -157,11 +158,6 @@ def _sender(error: RefusedError) -> str:
 
 def _access_remedy(location: HubLocation) -> str:
     return f"set HF_TOKEN to a token that has the right to {location.id}, or run hf auth login"
-
-
-def _status(error: Exception) -> int | None:
-    found = _XET_STATUS.search(str(error))
-    return None if found is None else int(found[1] or found[2])
 
 
 def text_of(error: Exception) -> str:

@@ -11,8 +11,10 @@ from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, Unava
 from vllm_delta_sync.settings import StoreOptions
 
 FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
-_COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries", "peer_failures")
-_COUNTS_OF_BYTES = ("sent_bytes", "received_bytes", "peer_bytes")
+_COUNTS = (
+    *("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries", "peer_failures"),
+    *("sent_bytes", "received_bytes", "peer_bytes"),
+)
 _SECONDS = ("send_seconds", "receive_seconds")
 _SUMS = {"up": ("sent_bytes", "send_seconds"), "down": ("received_bytes", "receive_seconds")}
 _Result = TypeVar("_Result")
@@ -34,8 +36,7 @@ class StoreUsage:
     def __init__(self, parent: "StoreUsage | None" = None) -> None:
         self._parent = parent
         self._lock = threading.Lock()
-        self._values: dict[str, float | int] = dict.fromkeys((*_COUNTS, *_COUNTS_OF_BYTES), 0)
-        self._values.update(dict.fromkeys(_SECONDS, 0.0))
+        self._values: dict[str, float | int] = dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_SECONDS, 0.0)
 
     def add(self, **amounts: float | int) -> None:
         """Add to some of the sums, by their names."""
