@@ -124,7 +124,8 @@ class ReplayAudit:
                 if before is not None:
                     check_step(step, Fingerprint.from_hex(before), changes.fingerprint)
             except FingerprintError as error:
-                found.append(Finding(key, error, high))
+                shown = FingerprintError(f"{describe_document(document)}: {error.message}")
+                found.append(Finding(key, shown, high))
             wrong = None if state is None or found else first_wrong_tensor(state, changes)
             if wrong is not None:
                 other = FingerprintError(
