@@ -158,7 +158,9 @@ def test_peers_get_the_token_that_a_flag_names(tmp_path: Path, serve: Command) -
     TrustedHead(settings, settings.keyring())  # as the command does before it becomes vLLM
     # Before minutes of loading, not after them.
     assert "setting 'peer' needs the run's token" in serve.refused(2, "model", *asked)
-    assert "write http://host:port" in serve.refused(2, "model", "--bucket", url, "--peer", "127.0.0.1:9", *flag)
+    assert "peer: server URL '127.0.0.1:9' is not valid; write it like http://host:8000" in serve.refused(
+        2, "model", "--bucket", url, "--peer", "127.0.0.1:9", *flag
+    )
 
 
 def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
