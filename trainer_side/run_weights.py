@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
@@ -40,26 +41,18 @@ class RunWeights(Protocol):
     """The weights of a run's current version, or this rank's parts of them.
 
     Attributes:
-        base: location of version 0, for reading versions back.
+        live: the model, or this rank's parts of it. base: location of version 0, for reading versions back.
+        baseline: from ``begin`` or ``fit`` on, as the next two: bits that live tensors are compared with, of whole
+            tensors, or of parts under names of their own.
+        table: the run's tensors.
+        places: for each tensor of ``baseline`` its tensor's id in ``table``, and its box there.
     """
 
+    live: LiveTensors
     base: str | Path | None
-
-    @property
-    def live(self) -> LiveTensors:
-        """The model, or this rank's parts of it."""
-
-    @property
-    def baseline(self) -> Baseline:
-        """Bits that live tensors are compared with: whole tensors, or parts under names of their own."""
-
-    @property
-    def table(self) -> TensorTable:
-        """The run's tensors."""
-
-    @property
-    def places(self) -> Sequence[tuple[int, Box]]:
-        """For each tensor of ``baseline`` its tensor's id in ``table``, and its box there."""
+    baseline: Baseline
+    table: TensorTable
+    places: Sequence[tuple[int, Box]]
 
     @property
     def run(self) -> Run:
@@ -125,8 +118,8 @@ def prepare(baseline: Baseline, table: TensorTable, options: PublisherOptions) -
     encode(Changes(), table, options.codec, options.compression, DeltaContext("", 1, 0), lambda tensor: none)
 
 
-class WholeWeights:
-    """``RunWeights`` of a process that publishes alone.
+class WholeWeights(RunWeights):
+    """The weights of a process that publishes alone.
 
     Live tensors are read in the calling thread, which an interrupt may end; the rest is done in ``background``.
     """
@@ -137,28 +130,15 @@ class WholeWeights:
         self.live = live
         self.base: str | Path | None = None
         self._bucket, self._options, self._background = bucket, options, background
-        self._baseline: Baseline | None = None
-        self._run: Run | None = None
 
-    @property
-    def baseline(self) -> Baseline:
-        if self._baseline is None:
-            raise UsageError("the weights are not known yet")
-        return self._baseline
-
-    @property
-    def table(self) -> TensorTable:
-        return self.baseline.table
-
-    @property
-    def places(self) -> Sequence[tuple[int, Box]]:
-        return [(tensor, Box.all_of(spec.shape)) for tensor, spec in enumerate(self.table)]
-
-    @property
+    @cached_property
     def run(self) -> Run:
-        if self._run is None:
-            self._run = Run(self._bucket, self._options.keyring)
-        return self._run
+        return Run(self._bucket, self._options.keyring)
+
+    def _hold(self, baseline: Baseline) -> None:
+        self.baseline, self.table = baseline, baseline.table
+        self.places = [(tensor, Box.all_of(spec.shape)) for tensor, spec in enumerate(baseline.table)]
+        self._background.call(lambda: prepare(baseline, baseline.table, self._options))
 
     def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         return work()
@@ -166,18 +146,16 @@ class WholeWeights:
     def begin(self) -> tuple[manifests.FullState, str | None]:
         if self.base is not None and (config := base_config(self.base)):
             self.live = quantized(self.live, Checkpoint(self.base).specs, config, Path(self.base))
-        baseline = self._baseline = Baseline.captured(self.live, self.base, self._options.baseline)
-        self._background.call(lambda: prepare(baseline, baseline.table, self._options))
-        self._background.call(baseline.scan)
-        return self._state, baseline.first_difference
+        self._hold(Baseline.captured(self.live, self.base, self._options.baseline))
+        self._background.call(self.baseline.scan)
+        return self._state, self.baseline.first_difference
 
     def fit(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         specs = {spec.name: spec for spec in run.table}
         if to_quantize(self.live, specs) and (config := run_config(run)):
             self.live = quantized(self.live, specs, config, self._unproven_base(run))
-        baseline = self._baseline = Baseline.of_run(self.live, run)
-        self._background.call(lambda: prepare(baseline, baseline.table, self._options))
+        self._hold(Baseline.of_run(self.live, run))
 
     def _unproven_base(self, run: Run) -> Path | None:
         """Return the base that the first weights to come have to be proven on; None if others were."""

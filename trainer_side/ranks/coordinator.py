@@ -5,15 +5,15 @@ Where rank 0's code reads or writes weights it sends a command, which every rank
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
-from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.manifests import FullState, Put, Shards
@@ -31,7 +31,7 @@ from trainer_side.ranks.group import (
 )
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_models
 from trainer_side.ranks.shard_parts import ModuleParts, RankParts, boxes_document, check_coverage
-from trainer_side.run_weights import prepare
+from trainer_side.run_weights import RunWeights, prepare
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
@@ -60,64 +60,45 @@ Command = Literal["fit", "check_base", "capture", "checkout", "nonfinite", "put_
 """The methods of ``RankCoordinator`` that rank 0 has the other ranks call."""
 
 
-class RankCoordinator:
-    """One rank among those that publish a run together: ``run_weights.RunWeights``, of which it holds its parts.
+class RankCoordinator(RunWeights):
+    """The parts of one rank among those that publish a run together.
 
     Args:
         group: of the thread that publishes.
     """
 
+    live: RankParts
+
     def __init__(self, model: ModelLike, bucket: Bucket, options: PublisherOptions, group: ProcessGroup) -> None:
         if isinstance(model, GivenParts):
             model.agree(group, options.selection)
-            self.live: RankParts = model
+            self.live = model
         elif isinstance(model, nn.Module):
             self.live = ModuleParts(model, options.selection)
         else:
             raise UsageError("only a module, or parts=, can be published by several ranks together")
         self.base: str | Path | None = None
         self._bucket, self._options, self._group = bucket, options, group
-        self._baseline: ShardBaseline | None = None
-        self._run: Run | None = None
         self._work_name = ""
 
-    @property
-    def baseline(self) -> Baseline:
-        return self._shards.parts
-
-    @property
-    def table(self) -> TensorTable:
-        return self._shards.whole
-
-    @property
-    def places(self) -> Sequence[tuple[int, Box]]:
-        return self._shards.boxes
-
-    @property
-    def _shards(self) -> ShardBaseline:
-        if self._baseline is None:
-            raise UsageError("the weights of this rank are not known yet")
-        return self._baseline
-
-    @property
+    @cached_property
     def run(self) -> Run:
-        if self._run is None:
-            self._run = Run(self._bucket, self._options.keyring)
-        return self._run
+        return Run(self._bucket, self._options.keyring)
+
+    def _hold(self, shards: ShardBaseline) -> None:
+        self._shards, self.baseline, self.table, self.places = shards, shards.parts, shards.whole, shards.boxes
+        prepare(self.baseline, self.table, self._options)
 
     def begin(self) -> tuple[FullState, str | None]:
         def work() -> Json:
-            baseline = self._baseline = ShardBaseline.captured_parts(
-                self.live, self.base, self._group.rank, self._options.baseline
-            )
-            prepare(baseline.parts, baseline.whole, self._options)
-            baseline.scan()
+            self._hold(ShardBaseline.captured_parts(self.live, self.base, self._group.rank, self._options.baseline))
+            self._shards.scan()
             return {
                 "model": self.live.digest,
-                "tensors": baseline.whole.digest,
-                "boxes": boxes_document(baseline.boxes),
-                "difference": baseline.parts.first_difference,
-                **_shares_document(baseline),
+                "tensors": self.table.digest,
+                "boxes": boxes_document(self.places),
+                "difference": self.baseline.first_difference,
+                **_shares_document(self._shards),
             }
 
         def judge(reports: list[Json]) -> None:
@@ -185,7 +166,7 @@ class RankCoordinator:
                 self.put_shards(lambda ref, path: self._bucket.put(ref.key, path))
 
     def fit(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self._command("fit", run.table.digest)
         self._fit(run.table.digest)
 
@@ -198,9 +179,8 @@ class RankCoordinator:
                     f"rank {self._group.rank} sees another run at {self._bucket.url} than rank 0: give every rank the "
                     "URL of one bucket that all of them reach"
                 )
-            baseline = self._baseline = ShardBaseline.parts_of_run(self.live, self.run, self._group.rank)
-            prepare(baseline.parts, baseline.whole, self._options)
-            return {"model": self.live.digest, "boxes": boxes_document(baseline.boxes)}
+            self._hold(ShardBaseline.parts_of_run(self.live, self.run, self._group.rank))
+            return {"model": self.live.digest, "boxes": boxes_document(self.places)}
 
         def judge(reports: list[Json]) -> None:
             check_same_models(reports)
