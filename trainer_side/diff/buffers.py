@@ -5,7 +5,6 @@ pinned memory up to a power of two per tensor: 29.0 GB for the 15.2 GB of Qwen2.
 and up to 63 between two of them."""
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -26,50 +25,36 @@ logger = guarded_logger(__name__)
 BaselineLocation = Literal["host", "device", "disk"]
 
 
-class BaselineBuffer(ABC):
-    """Bits (numel,) of one tensor, of the last published version. ``flat``: the same as signed integers."""
+class HostBuffer:
+    """Bits (numel,) of one tensor, of the last published version, in host memory or a file mapped into it.
 
-    flat: torch.Tensor
-
-    @abstractmethod
-    def read(self) -> Bits:
-        """Return all bits in host memory: a view if they are there, else a copy."""
-
-    @abstractmethod
-    def write(self, bits: Bits) -> None:
-        """Replace all bits."""
-
-    @abstractmethod
-    def get(self, positions: Positions) -> Bits:
-        """Copy of the bits at (n,) flat positions, in host memory."""
-
-    @abstractmethod
-    def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
-        """Move the elements at (n,) distinct positions back by (n,) ULP distances."""
-
-
-class HostBuffer(BaselineBuffer):
-    """Host memory, or a file mapped into it. ``bits`` is the array itself, ``address`` where it is."""
+    Attributes:
+        bits: the array itself. address: where it is. flat: the same as signed integers.
+    """
 
     def __init__(self, bits: Bits) -> None:
         self.bits, self.flat = bits, _signed(bits)
         self.address = bits.ctypes.data
 
     def read(self) -> Bits:
+        """Return all bits in host memory: a view if they are there, else a copy."""
         return self.bits
 
     def write(self, bits: Bits) -> None:
+        """Replace all bits."""
         np.copyto(self.bits, bits)
 
     def get(self, positions: Positions) -> Bits:
+        """Copy of the bits at (n,) flat positions, in host memory."""
         return self.bits[positions]
 
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
+        """Move the elements at (n,) distinct positions back by (n,) ULP distances."""
         revert_distances(element, self.bits, positions, distances)
 
 
-class DeviceBuffer(BaselineBuffer):
-    """Memory of a device.
+class DeviceBuffer:
+    """The same in memory of a device, of which there is only ``flat``.
 
     ``DeviceComparer`` reads and writes it directly. The methods here, which the background thread calls, use a stream
     of their own, so that training does not wait for them, nor they for what it has enqueued. They return only once the
@@ -101,6 +86,8 @@ class DeviceBuffer(BaselineBuffer):
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return _signed(array).to(self.flat.device)
 
+
+BaselineBuffer = HostBuffer | DeviceBuffer
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -15,16 +15,10 @@ TORCH_ELEMENTS = 2048 * BLOCK
 
 
 def compare(
-    batch: PieceBatch,
-    lives: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
-    memory: BatchMemory,
-    found: Found,
-    counters: torch.Tensor,
-    slot: int,
-    first: int,
+    batch: PieceBatch, lives: Sequence[torch.Tensor], bases: Sequence[torch.Tensor], memory: BatchMemory, found: Found
 ) -> None:
     """Do ``Kernels.compare``."""
+    counters, slot = memory.counters, memory.slot
     for number, (piece, live, base) in enumerate(zip(batch.pieces, lives, bases, strict=True)):
         for start in range(0, piece.size, TORCH_ELEMENTS):
             stretch = slice(start, start + TORCH_ELEMENTS)
@@ -34,7 +28,7 @@ def compare(
             changed = torch.nonzero(bits != base[stretch]).view(-1)
             used = int(counters[slot])
             counters[slot] += changed.numel()
-            counters[first + number] += changed.numel()
+            counters[memory.first + number] += changed.numel()
             if used + changed.numel() > found.room:
                 continue
             room = slice(used, used + changed.numel())

@@ -161,23 +161,16 @@ def nan_pattern(device: torch.device) -> int:
 
 
 def compare(
-    batch: PieceBatch,
-    lives: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
-    memory: BatchMemory,
-    found: Found,
-    counters: torch.Tensor,
-    slot: int,
-    first: int,
+    batch: PieceBatch, lives: Sequence[torch.Tensor], bases: Sequence[torch.Tensor], memory: BatchMemory, found: Found
 ) -> None:
     """Do ``Kernels.compare`` in one launch and one pass."""
     kind = batch.kind
     nan = nan_pattern(found.where.device) if kind.rounds else 0
     read = tl.int32 if kind.rounds else SIGNED[kind.width]
     compare_kernel[(batch.blocks,)](
-        memory.table, memory.owners, memory.firsts, memory.counts, counters, slot, first, found.where, found.old,
-        found.new, found.room, nan, ROUND=kind.rounds, ALIGNED=kind.aligned, LIVE=read, BASE=SIGNED[kind.width],
-        COLUMNS=COLUMNS, SIZE=BLOCK, num_warps=COMPARE_WARPS,
+        memory.table, memory.owners, memory.firsts, memory.counts, memory.counters, memory.slot, memory.first,
+        found.where, found.old, found.new, found.room, nan, ROUND=kind.rounds, ALIGNED=kind.aligned, LIVE=read,
+        BASE=SIGNED[kind.width], COLUMNS=COLUMNS, SIZE=BLOCK, num_warps=COMPARE_WARPS,
     )  # fmt: skip
 
 

@@ -276,7 +276,10 @@ class DeviceComparer:
             self._await_oldest()
         first, at = len(self._numbered), slice(self._blocks, self._blocks + batch.blocks)
         rows = slice(first, first + len(pieces))
-        memory = BatchMemory(tables.table[rows], tables.owners[at], tables.firsts[at], tables.counts[at])
+        memory = BatchMemory(
+            tables.table[rows], tables.owners[at], tables.firsts[at], tables.counts[at], tables.counters,
+            WIDTHS.index(width), first + len(WIDTHS),
+        )  # fmt: skip
         lives = [piece.live for piece in pieces if piece.live is not None]
         tables.pinned_table.numpy()[rows] = [
             (
@@ -289,11 +292,7 @@ class DeviceComparer:
         self._upload_owners(batch, at, tables)
         self._numbered += pieces
         self._blocks += BLOCK_ALIGNMENT * -(-batch.blocks // BLOCK_ALIGNMENT)
-        compare = partial(
-            self._kernels.compare, batch, lives, bases, memory, self._found[width], tables.counters,
-            WIDTHS.index(width), first + len(WIDTHS),
-        )  # fmt: skip
-        queue.run("caller", compare)
+        queue.run("caller", partial(self._kernels.compare, batch, lives, bases, memory, self._found[width]))
         used = tables.used[self._launches % BATCHES_UNDER_WAY]
         self._launches += 1
         queue.copy("caller", used, tables.counters[: len(WIDTHS)])

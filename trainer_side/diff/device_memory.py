@@ -89,12 +89,20 @@ class PieceTables:
 
 
 class BatchMemory(NamedTuple):
-    """The rows of ``PieceTables`` that belong to one batch; ``counters`` has them all."""
+    """The rows of ``PieceTables`` that belong to one batch.
+
+    Attributes:
+        counters: all of them. ``counters[slot]`` counts the elements of ``Found`` in use, ``counters[first + i]`` those
+            of piece i.
+    """
 
     table: torch.Tensor
     owners: torch.Tensor
     firsts: torch.Tensor
     counts: torch.Tensor
+    counters: torch.Tensor
+    slot: int
+    first: int
 
 
 @dataclass
@@ -182,22 +190,13 @@ class Kernels(Protocol):
     """Loops over elements of a device: the modules ``compare_triton`` and ``compare_torch``."""
 
     def compare(
-        self,
-        batch: PieceBatch,
-        lives: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor],
-        memory: BatchMemory,
+        self, batch: PieceBatch, lives: Sequence[torch.Tensor], bases: Sequence[torch.Tensor], memory: BatchMemory,
         found: Found,
-        counters: torch.Tensor,
-        slot: int,
-        first: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write what differs to ``found``, as long as there is room, and where to ``memory``.
 
         Args:
             lives, bases: (size,) per piece, as in ``Piece``; both on the device.
-            counters: int64. ``counters[slot]`` counts the elements of ``found`` in use, ``counters[first + i]`` those
-                of piece i.
         """
 
     def order(self, stretch: Stretch, found: Found, ordered: Ordered) -> None:

@@ -4,7 +4,6 @@ A piece of work is done in the order of its stream. Between two streams, and bet
 holds but what an event says. ``open_queue`` gives CUDA devices ``CudaQueue``; on all others every call is done at once.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,8 +16,8 @@ Stream = Literal["caller", "copies", "background"]
 Event = Any
 
 
-class DeviceQueue(ABC):
-    """Work on one device."""
+class DeviceQueue:
+    """Work on one device, or on host memory that stands for one. Here every call is done when it returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -38,29 +37,30 @@ class DeviceQueue(ABC):
         self._caller = current
         return current
 
-    @abstractmethod
     def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device, which ``stream`` uses first; others only after an event of it."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    @abstractmethod
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device copies from and to directly."""
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
-    @abstractmethod
     def run(self, stream: Stream, work: Callable[[], object]) -> None:
         """Enqueue what ``work`` launches. It is called at once, or later but in order; what it takes must stay."""
+        work()
 
-    @abstractmethod
     def record(self, stream: Stream) -> Event:
         """Return an event that is done once all that ``stream`` has now is."""
+        return None
 
-    @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Let what ``stream`` gets from now on wait for an event; the host does not."""
+        self.synchronize(event)
 
-    @abstractmethod
     def synchronize(self, event: Event) -> None:
         """Wait on the host until an event is done."""
+        if self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy, between the host and the device or within it."""
@@ -69,29 +69,6 @@ class DeviceQueue(ABC):
     def finish(self, stream: Stream) -> None:
         """Wait on the host for all that ``stream`` has now."""
         self.synchronize(self.record(stream))
-
-
-class ImmediateQueue(DeviceQueue):
-    """A device, or host memory that stands for one, on which every call is done when it returns."""
-
-    def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-
-    def run(self, stream: Stream, work: Callable[[], object]) -> None:
-        work()
-
-    def record(self, stream: Stream) -> Event:
-        return None
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self.synchronize(event)
-
-    def synchronize(self, event: Event) -> None:
-        if self.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self.device)
 
 
 class CudaQueue(DeviceQueue):
@@ -146,4 +123,4 @@ class CudaQueue(DeviceQueue):
 
 def open_queue(device: torch.device) -> DeviceQueue:
     """Return the queue of a device."""
-    return CudaQueue(device) if device.type == "cuda" else ImmediateQueue(device)
+    return CudaQueue(device) if device.type == "cuda" else DeviceQueue(device)
