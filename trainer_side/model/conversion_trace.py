@@ -9,6 +9,7 @@ refused.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -43,23 +44,22 @@ _KNOWN = _SAME | _RESHAPE | _MOVE
 class _TracedSource:
     name: str
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
 
 @dataclass(frozen=True, eq=False)
 class _TracedCall:
-    op: Any
+    """What ``op`` makes of its arguments, in which nodes stand for values. ``sources``: of all of them, each once."""
+
+    op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    sources: tuple[str, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _Item:
-    """One tensor of a call that returns several."""
-
-    call: _TracedCall
-    index: int
-
-
-_Node = _TracedSource | _TracedCall | _Item
+_Node = _TracedSource | _TracedCall
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,11 @@ class Replay:
     """A result that no single window describes, such as a concatenation: assembled again at each read."""
 
     node: _Node
-    sources: tuple[str, ...]
     shape: tuple[int, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.node.sources
 
     def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
@@ -137,7 +140,7 @@ def trace(
             reached = _evaluate(node, stand_ins, cache)
         source = storages.get(reached.untyped_storage()._cdata)
         if source is None:
-            routes[name] = Replay(node, tuple(_sources_of(node)), tuple(result.shape))
+            routes[name] = Replay(node, tuple(result.shape))
             continue
         whole = stand_ins[source]
         is_source = (reached.shape, reached.stride()) == (whole.shape, whole.stride())
@@ -178,19 +181,32 @@ class _CallRecorder(TorchDispatchMode):
             raise _untraceable(func, known, "computes new values instead of moving old ones")
         if isinstance(result, torch.Tensor) and result.dtype != inputs[0].dtype:
             raise _untraceable(func, known, f"casts {inputs[0].dtype} to {result.dtype}")
+        op = _first if func.overloadpacket in _SAME else _reshaped if func.overloadpacket in _RESHAPE else func
         nodes = tree_map_only(torch.Tensor, lambda tensor: self._nodes[id(tensor)], (args, kwargs))
-        call = _TracedCall(func, *nodes)
+        call = _TracedCall(op, nodes[0], nodes[1], _names(known))
         if isinstance(result, torch.Tensor):
             if id(result) not in self._nodes:
                 self._remember(result, call)
         else:
             for index, tensor in enumerate(result):
-                self._remember(tensor, _Item(call, index))
+                self._remember(tensor, _TracedCall(getitem, (call, index), {}, call.sources))
         return result
 
 
+def _first(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _reshaped(tensor: torch.Tensor, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.reshape(size)
+
+
+def _names(nodes: list[_Node]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for node in nodes for name in node.sources))
+
+
 def _untraceable(func: Any, known: list[_Node], reason: str) -> ModelError:
-    names = sorted({name for node in known for name in _sources_of(node)})
+    names = sorted(_names(known))
     shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
     return ModelError(
         f"the conversion of {shown} to checkpoint form cannot be traced: operation {func} {reason}; pass "
@@ -203,40 +219,8 @@ def _evaluate(node: _Node, live: Mapping[str, torch.Tensor], cache: dict[_Node, 
     if isinstance(node, _TracedSource):
         return live[node.name]
     if node not in cache:
-        if isinstance(node, _Item):
-            cache[node] = _evaluate(node.call, live, cache)[node.index]
-        else:
-            cache[node] = _call(node, live, cache)
+        args, kwargs = tree_map_only(
+            (_TracedSource, _TracedCall), lambda inner: _evaluate(inner, live, cache), (node.args, node.kwargs)
+        )
+        cache[node] = node.op(*args, **kwargs)
     return cache[node]
-
-
-def _call(node: _TracedCall, live: Mapping[str, torch.Tensor], cache: dict[_Node, Any]) -> Any:
-    def value(inner: _Node) -> Any:
-        return _evaluate(inner, live, cache)
-
-    args, kwargs = tree_map_only((_TracedSource, _TracedCall, _Item), value, (node.args, node.kwargs))
-    packet = node.op.overloadpacket
-    if packet in _SAME:
-        return args[0]
-    if packet in _RESHAPE:
-        return args[0].reshape(args[1] if len(args) > 1 else kwargs["size"])
-    return node.op(*args, **kwargs)
-
-
-def _sources_of(node: _Node) -> list[str]:
-    """Return the names of all sources below a node, each once."""
-    found: dict[str, None] = {}
-    pending: list[Any] = [node]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        if isinstance(current, _TracedSource):
-            found[current.name] = None
-        elif isinstance(current, _Item):
-            pending.append(current.call)
-        elif isinstance(current, _TracedCall):
-            pending.extend(tree_flatten((current.args, current.kwargs))[0])
-    return list(found)
