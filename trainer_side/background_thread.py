@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import TypeVar
 
 _POLL_SECONDS = 1.0
@@ -42,9 +41,7 @@ class BackgroundJob:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.error = error
         self.done = True
         self._gate.release()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
@@ -444,10 +443,8 @@ class CheckpointPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._closing.__exit__(*raised)
 
     def _known_specs(self, delta: CheckpointFolder) -> Mapping[str, TensorSpec]:
         """Return the tensors of the run, or of the base that it will begin with; a head only if the delta has one."""

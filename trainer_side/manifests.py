@@ -5,7 +5,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from trainer_side.diff.baseline import Baseline
@@ -88,9 +87,7 @@ class Shards:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._folder:
             try:
                 if error is None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -116,11 +115,10 @@ class Publisher:
             # Only in the main thread can a signal handler interrupt work that must not be left half done.
             self._background = BackgroundThread("delta-sync-publisher")
             undo.callback(self._background.close)
-            self._own_bucket = not isinstance(bucket, Bucket)
             self._bucket = ranks.work.on_every_rank(
                 "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
             )
-            if self._own_bucket:
+            if not isinstance(bucket, Bucket):
                 undo.callback(self._bucket.close)
 
             def notice_publisher() -> NoticePublisher | None:
@@ -168,7 +166,8 @@ class Publisher:
                 opened.writer.use_notice(self._notice)
             self._options = options
             logger.info("memory of the publisher of %s: %s", self.run, self.memory)
-            self._unclosed = weakref.finalize(self, _end_unclosed, self._background, opened.writer, undo.pop_all())
+            self._resources = undo.pop_all()
+            self._unclosed = weakref.finalize(self, _end_unclosed, self._background, opened.writer, self._resources)
             self._unclosed.atexit = False
 
     @property
@@ -428,16 +427,11 @@ class Publisher:
             deadline = Deadline(timeout)  # an error of it closes nothing
             self._closed = True
             self._unclosed.detach()
-            with ExitStack() as last:
-                if self._own_bucket:
-                    last.callback(self._bucket.close)
-                if self._notice is not None:
-                    last.callback(self._notice.close)
-                last.callback(self._ranks.close)
+            with self._resources as last:
+                # Before what ``__init__`` put there: the version under way ends first, and HEAD is written last.
                 last.callback(self._committer.close)
                 if self._maintenance is not None:
                     last.callback(self._maintenance.close)
-                last.callback(self._detector.close)
                 last.callback(self._committer.baseline.close)
                 last.callback(self._background.close)
                 if finish:
@@ -455,9 +449,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close(finish=True)
             return
