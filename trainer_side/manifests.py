@@ -1,14 +1,15 @@
 """Manifests of versions (``first``, ``delta``, ``restart_anchor``), and the files of an anchor."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from trainer_side.diff.baseline import Baseline
-from vllm_delta_sync.bucket.threads import SLICE_SECONDS, start_call, wait_for_call
+from vllm_delta_sync.bucket.threads import start_call, wait_for_call
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError
@@ -59,7 +60,7 @@ class Shards:
 
     def __init__(self, put: Put) -> None:
         self._put = put
-        self._uploads: set[Future[None]] = set()
+        self._uploads: deque[Future[None]] = deque()
         self._count = 0
         # After an interrupt, files may be removed while they are uploaded: the threads end with the process.
         self._folder = ProcessFolder()
@@ -72,14 +73,16 @@ class Shards:
         with path.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
-        self._uploads = _wait_until_at_most(self._uploads, PARALLEL_UPLOADS - 1)
+        if len(self._uploads) == PARALLEL_UPLOADS:
+            wait_for_call(self._uploads[0])
+            self._uploads.popleft().result()
 
         def store() -> None:
             self._put(ref, path)
             path.unlink()
 
         try:
-            self._uploads.add(start_call(store))
+            self._uploads.append(start_call(store))
         except RuntimeError:  # there are too many threads
             store()
         return ref
@@ -88,33 +91,20 @@ class Shards:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # No upload may outlive the block, except after an interrupt, which must not wait.
         with self._folder:
-            try:
-                if error is None:
-                    _wait_until_at_most(self._uploads, 0)
-            finally:
-                # No upload may outlive the block, except after an interrupt, which must not wait.
-                if error is None or isinstance(error, Exception):
-                    for upload in self._uploads:
-                        wait_for_call(upload)
+            if error is None or isinstance(error, Exception):
+                for upload in self._uploads:
+                    wait_for_call(upload)
+            if error is None:
+                for upload in self._uploads:
+                    upload.result()
 
 
 def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
     """Store all tensors as an anchor's objects."""
     with Shards(put) as files:
         return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
-
-
-def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[None]]:
-    """Wait until at most ``most`` uploads are running; raise what a finished one raised."""
-    while True:
-        done = {upload for upload in uploads if upload.done()}
-        for upload in done:
-            upload.result()
-        uploads = uploads - done
-        if len(uploads) <= most:
-            return uploads
-        wait(uploads, SLICE_SECONDS, FIRST_COMPLETED)
 
 
 def first(run: str, state: FullState, objects: list[ObjectRef], base: Base | None, step: int) -> Manifest:
