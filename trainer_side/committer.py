@@ -20,7 +20,6 @@ from trainer_side.result import PublishProgress, Stopwatch
 from trainer_side.run_start import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -58,8 +57,7 @@ class _RankContents:
     """
 
     codec: Codec
-    refs: list[ObjectRef] = field(default_factory=list)
-    data: list[EncodedObject] = field(default_factory=list)
+    objects: list[EncodedObject] = field(default_factory=list)
     changes: Mapping[int, Fingerprint] = field(default_factory=dict)
     found: int = 0
     changed: int = 0
@@ -72,7 +70,7 @@ class _RankContents:
         if self.error is not None:
             return {"error": error_document(self.error)}
         return {
-            "objects": [ref.model_dump() for ref in self.refs],
+            "objects": [ref.model_dump() for ref, _ in self.objects],
             "found": self.found,
             "changed": self.changed,
             "fingerprint": sum(self.changes.values(), Fingerprint()).hex(),
@@ -301,11 +299,8 @@ class Committer:
             watch.lap()
             if self._group.is_rank0:
                 self.writer.check_early()
-            store_all = in_parallel if len(own.data) > 1 else map
-            refs = list(store_all(self.writer.put_object, own.data))
-            own.refs = [ref.model_copy(update={"rank": self._group.rank}) for ref in refs]
-            if self._group.is_rank0:
-                own.sidecars = self.writer.put_sidecars(progress.sidecars)
+                own.sidecars = [(Sidecar.of(data, name=name), data) for name, data in progress.sidecars.items()]
+            self.writer.put_all((*own.objects, *own.sidecars))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and ``_apply_outcome`` raises it
             own.error = failure or error
         return own
@@ -322,8 +317,9 @@ class Committer:
         changes = self._weights.changes(pending)
         own.changed, own.reversible, own.changes = changes.changed, changes.reversible, changes.fingerprints
         context = DeltaContext(self.writer.run, version, self.current.version)
-        own.data = self._encoder.encode(changes, context)
-        return sum(map(len, own.data))
+        encoded = self._encoder.encode(changes, context)
+        own.objects = [(ref.model_copy(update={"rank": self._group.rank}), content) for ref, content in encoded]
+        return sum(ref.bytes for ref, _ in encoded)
 
     def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
         """Compare a slice of the baseline with what was published, taking the pending delta into account.
@@ -449,8 +445,8 @@ class Committer:
         # First the notice: the rest takes as many round trips as receivers need to see the version.
         if self._group.is_rank0:
             self.writer.notify()
-        for ref, data in (*zip(own.refs, own.data, strict=True), *own.sidecars):
-            self.writer.restore_if_collected(ref, data)
+        for ref, content in (*own.objects, *own.sidecars):
+            self.writer.restore_if_collected(ref, content)
         if self._group.is_rank0:
             self.writer.update_head()
 
@@ -498,7 +494,7 @@ class Committer:
             self._checkout(manifest)
 
     def _write_anchor(self) -> int:
-        state, objects = self._weights.put_shards(self.writer.put_file)
+        state, objects = self._weights.put_shards(self.writer.put)
         key = anchor_key(self.current.version)
         document = self._options.keyring.signed(Anchor.of(self.current, state.by_name, objects))
         check_document_size(document, document_limit(state.table), key)
@@ -507,7 +503,7 @@ class Committer:
         self._bucket.put(key, document.to_bytes())
         if not all(has_object(self._bucket, ref) for ref in objects):
             # Garbage collection removed objects that no document named yet.
-            self._weights.put_shards(self.writer.put_file)
+            self._weights.put_shards(self.writer.put)
         return self.current.version
 
     def _continue_from_former(self, former: FormerVersionError) -> None:

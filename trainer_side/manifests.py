@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,7 +16,7 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Base, Break, HeldBack, Manifest, ObjectRef, Quarantine, Sidecar, object_key
+from vllm_delta_sync.format.manifest import Base, Break, HeldBack, Manifest, ObjectRef, Quarantine, Sidecar
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
@@ -70,9 +69,7 @@ class Shards:
         path = self._folder.path / f"{self._count}.safetensors"
         self._count += 1
         write_anchor(path, table, tensors)
-        with path.open("rb") as file:
-            digest = file_digest(file, "sha256").hexdigest()
-        ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
+        ref = ObjectRef.of(path)
         if len(self._uploads) == PARALLEL_UPLOADS:
             wait_for_call(self._uploads[0])
             self._uploads.popleft().result()

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from trainer_side import manifests
@@ -31,7 +30,6 @@ from vllm_delta_sync.format.manifest import (
     RunFile,
     RunInfo,
     Stored,
-    file_key,
     version_key,
 )
 from vllm_delta_sync.format.table import TensorTable
@@ -111,17 +109,13 @@ def begin(
 
 def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
     """Return run.json of a new run. Args: files: name → content of the model's small files."""
-    digests = {name: sha256(data).hexdigest() for name, data in files.items()}
     return RunInfo(
         run=secrets.token_hex(16),
         created_at=timestamp(),
         tensors=table.digest,
         total=table.total,
         full_bytes=table.full_bytes,
-        files=[
-            RunFile(name=name, key=file_key(digest), bytes=len(files[name]), sha256=digest)
-            for name, digest in sorted(digests.items())
-        ],
+        files=[RunFile.of(data, name=name) for name, data in sorted(files.items())],
     )
 
 

@@ -388,7 +388,7 @@ class Takeover:
     def _start_over(self, found: HistoryTail) -> OpenedRun:
         """Commit the weights that ``_capture_instead`` copied as a full snapshot after the lost version."""
         writer = self._writer(None)
-        state, objects = self._weights.put_shards(writer.put_file)
+        state, objects = self._weights.put_shards(writer.put)
         for _ in range(_ATTEMPTS):
             anchor = manifests.restart_anchor(
                 writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch,

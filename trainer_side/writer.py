@@ -8,12 +8,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
 
-from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import exists, has_content, reads_back
@@ -37,12 +36,8 @@ from vllm_delta_sync.format.manifest import (
     RUN_KEY,
     Head,
     Manifest,
-    ObjectRef,
     RunInfo,
-    Sidecar,
     Stored,
-    object_key,
-    sidecar_key,
     version_key,
 )
 from vllm_delta_sync.notice import Notice, NoticePublisher
@@ -124,31 +119,16 @@ class RunWriter:
         self._notice = notice
         self.notify()
 
-    def put_object(self, data: EncodedObject) -> ObjectRef:
-        """Store a version's object under its digest; from any thread."""
-        if isinstance(data, ObjectFile):
-            self.put_file(data.ref, data.path)
-            return data.ref
-        digest = sha256(data).hexdigest()
-        ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
-        self.put_file(ref, data)
-        return ref
-
-    def put_file(self, ref: Stored, content: bytes | Path) -> None:
-        """Store an object whose reference is known, from any thread."""
+    def put(self, ref: Stored, content: bytes | Path) -> None:
+        """Store an object, from any thread."""
         self._bucket.put(ref.key, content)
 
-    def put_sidecars(self, sidecars: Mapping[str, bytes]) -> list[tuple[Sidecar, bytes]]:
-        """Store sidecars under their digests, several at once; the manifest that lists them follows."""
-        stored = []
-        for name, data in sidecars.items():
-            digest = sha256(data).hexdigest()
-            stored.append((Sidecar(name=name, key=sidecar_key(digest), bytes=len(data), sha256=digest), data))
-        for _ in in_parallel(lambda item: self.put_file(*item), stored):
+    def put_all(self, objects: Iterable[tuple[Stored, bytes | Path]]) -> None:
+        """Store objects and sidecars of a version, several at once; the manifest that lists them follows."""
+        for _ in in_parallel(lambda item: self.put(*item), objects):
             pass
-        return stored
 
-    def restore_if_collected(self, ref: Stored, data: EncodedObject) -> None:
+    def restore_if_collected(self, ref: Stored, content: bytes | Path) -> None:
         """Store a committed version's object again if it was collected before the manifest was written.
 
         A garbage collection whose ``min_age`` is shorter than the upload took sees an object without a manifest. A
@@ -162,7 +142,7 @@ class RunWriter:
             return
         logger.warning("object %s was removed while its version was committed; it is stored again", ref.key)
         try:
-            self._bucket.put(ref.key, data.path if isinstance(data, ObjectFile) else data)
+            self.put(ref, content)
         except DeltaSyncError as error:
             logger.error("object %s of a committed version is gone and could not be stored again: %s", ref.key, error)
 

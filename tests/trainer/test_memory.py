@@ -27,7 +27,6 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.change_log import ChangeSpool
 from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.memory_limits import MemoryUse
-from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.memory import publisher_memory
 from trainer_side.model import lora
 from trainer_side.model.live_tensors import CheckpointTensor
@@ -35,7 +34,7 @@ from trainer_side.model.sources import live_tensors
 from trainer_side.options import PublisherOptions
 from trainer_side.writer import RunWriter
 from vllm_delta_sync import open_run
-from vllm_delta_sync.format.manifest import ObjectRef
+from vllm_delta_sync.format.manifest import Stored
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.state import slab_layout
 
@@ -179,14 +178,14 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Objects that were stored from files."""
     found: list[Path] = []
-    put_object = RunWriter.put_object
+    put = RunWriter.put
 
-    def noted(self: RunWriter, data: EncodedObject) -> ObjectRef:
-        if isinstance(data, ObjectFile):
-            found.append(data.path)
-        return put_object(self, data)
+    def noted(self: RunWriter, ref: Stored, content: bytes | Path) -> None:
+        if isinstance(content, Path):
+            found.append(content)
+        put(self, ref, content)
 
-    monkeypatch.setattr(RunWriter, "put_object", noted)
+    monkeypatch.setattr(RunWriter, "put", noted)
     return found
 
 

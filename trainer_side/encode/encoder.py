@@ -5,7 +5,6 @@
 import threading
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,18 +64,8 @@ class RecentDeltas:
             return self._objects.get(version)
 
 
-@dataclass(frozen=True)
-class ObjectFile:
-    """An encoded object in a temporary file, and its reference."""
-
-    ref: ObjectRef
-    path: Path
-
-    def __len__(self) -> int:
-        return self.ref.bytes
-
-
-EncodedObject = bytes | ObjectFile
+EncodedObject = tuple[ObjectRef, bytes | Path]
+"""An object's reference, and its content: in memory, or a temporary file."""
 
 
 class Encoder:
@@ -135,7 +124,8 @@ class Encoder:
         parts = changes.load().parts(self._options.shard_bytes, self._most_objects)
         if self._recent is not None:
             self._recent.keep(context, parts, self._table)
-        return [encode(part, self._table, codec, compression, context, self._read) for part in parts]
+        encoded = (encode(part, self._table, codec, compression, context, self._read) for part in parts)
+        return [(ObjectRef.of(data), data) for data in encoded]
 
     def forget(self, version: int) -> None:
         """Keep no plain copy of a version: it may become durable with other changes than were encoded for it."""
@@ -168,7 +158,7 @@ class Encoder:
                 for full in part.full:
                     spool.add(Full(full.id, full.read()))
                 file = path / str(number)
-                objects.append(ObjectFile(spool.finish(file, part.fingerprints), file))
+                objects.append((spool.finish(file, part.fingerprints), file))
         return objects
 
 

@@ -1,7 +1,10 @@
 """``RunInfo`` (run.json), ``Manifest`` (versions/<n>.json) and ``Head`` (HEAD.json), with their keys and digests."""
 
+import builtins
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -66,6 +69,16 @@ class Stored(DocumentPart):
         if self.key != self.KEY_FORM.replace("<sha256>", self.sha256):
             raise ValueError(f"key is not {self.KEY_FORM}")
         return self
+
+    @classmethod
+    def of(cls, content: "builtins.bytes | Path", **fields: Any) -> Self:
+        """Return the reference of bytes, or of a file. Args: fields: beside those of every reference."""
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                size, digest = content.stat().st_size, file_digest(file, "sha256").hexdigest()
+        else:
+            size, digest = len(content), sha256(content).hexdigest()
+        return cls(key=cls.KEY_FORM.replace("<sha256>", digest), bytes=size, sha256=digest, **fields)
 
 
 class RunFile(Stored):
