@@ -7,7 +7,6 @@ import copy
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_side.model.module import unwrap
+from trainer_side.model.module import transformers_model, unwrap
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.format.base_document import FILE_NAME
@@ -50,7 +49,7 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     """
     budget = _SizeBudget()
     kept = _contents_of(files, budget)
-    pretrained = _pretrained(model)
+    pretrained = transformers_model(unwrap(model)) if isinstance(model, nn.Module) else None
     with ProcessFolder() as folder:
         found = {} if base is None or not os.path.isdir(base.path) else model_files(base.path)
         if CONFIG_NAME not in found and pretrained is not None:
@@ -180,15 +179,6 @@ def _contents_of(files: str | Path | None, budget: _SizeBudget) -> dict[str, byt
 def _read(path: Path) -> bytes:
     """Return a file's content; of one that is too large to be kept, only its beginning, which is too large as well."""
     return read_small_file(path, MAX_RUN_FILE_BYTES + 1)
-
-
-def _pretrained(model: object) -> Any:
-    """Return the transformers model among what a user published; None if there is none."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, nn.Module):
-        return None
-    module = unwrap(model)
-    return module if isinstance(module, transformers.PreTrainedModel) else None
 
 
 def _write_configuration(model: Any, folder: str) -> None:

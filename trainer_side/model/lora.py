@@ -72,10 +72,6 @@ class LoraLayers:
                 path, rest = child, name[len(child) + 1 :]
         return ".".join(kept)
 
-    def merged(self, state: Mapping[str, torch.Tensor]) -> "MergedState":
-        """Return the base's tensors, each merged when it is read."""
-        return MergedState(state, self.merges)
-
     def check_ties(self, ties: Mapping[str, str]) -> None:
         """Raise ModelError if a weight with an adapter is tied: name of a duplicate → published name."""
         for duplicate, owner in ties.items():

@@ -24,7 +24,7 @@ from trainer_side.model.live_tensors import (
     storage_key,
     storages_of,
 )
-from trainer_side.model.lora import LoraLayers, has_adapters
+from trainer_side.model.lora import LoraLayers, MergedState, has_adapters
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
@@ -298,7 +298,7 @@ class ModuleTensors(LiveTensors):
         state: Mapping[str, torch.Tensor] = {name: _held_whole(name, tensor) for name, tensor in held.items()}
         self.storages = storages_of(state.values())
         if lora is not None:
-            state = lora.merged(state)
+            state = MergedState(state, lora.merges)
         for name, route in self._form.routes.items():
             if name not in self.unused:
                 yield name, route.read(state)
@@ -449,7 +449,7 @@ def _find_ties(model: nn.Module, state: State) -> dict[str, str]:
     return ties
 
 
-def _transformers_model(model: nn.Module) -> Any:
+def transformers_model(model: nn.Module) -> Any:
     """Return the module itself if it is a transformers model, else None."""
     transformers = sys.modules.get("transformers")
     return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
@@ -457,13 +457,13 @@ def _transformers_model(model: nn.Module) -> Any:
 
 def _pretrained_parts(model: nn.Module, inside: bool) -> dict[str, Any]:
     """Return prefix of names → transformers model: the module itself, or if ``inside`` the outermost ones in it."""
-    if (whole := _transformers_model(model)) is not None:
+    if (whole := transformers_model(model)) is not None:
         return {"": whole}
     found: dict[str, Any] = {}
     wrapped = wrapper_prefixes(model)
     for path, module in model.named_modules() if inside else ():
         name = without_wrappers(f"{path}.", wrapped)
-        if _transformers_model(module) is not None and not name.startswith(tuple(found)):
+        if transformers_model(module) is not None and not name.startswith(tuple(found)):
             found[name] = module
     return found
 
@@ -476,11 +476,7 @@ def _follow_conversion(model: nn.Module, pretrained: Mapping[str, Any], state: S
     }
     if not pretrained:
         return trace(state, dict)
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        # Before transformers 5, modules held weights in the form of their checkpoints.
-        return trace(state, dict)
+    from transformers.core_model_loading import revert_weight_conversion
 
     def revert(stand_ins: State) -> State:
         found: State = {}
@@ -505,7 +501,7 @@ def assume_loaded_from(model: nn.Module, names: Iterable[str]) -> None:
     A model that was loaded has them from ``from_pretrained``, which reads all weights; one that was only made from a
     configuration has those of its class, which may be for other names.
     """
-    pretrained = _transformers_model(model)
+    pretrained = transformers_model(model)
     if pretrained is None:
         return
     try:

@@ -11,7 +11,8 @@ the bits of the base, or, where scales are powers of two, bits of the same value
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -289,9 +290,10 @@ def _check_tensors(live: LiveTensors, names: list[str], specs: Mapping[str, Tens
             )
 
 
-def _check_present(name: str, suffixes: Iterable[str], specs: Mapping[str, TensorSpec]) -> None:
+def _check_present(names: list[str], suffixes: tuple[str, ...], specs: Mapping[str, TensorSpec]) -> None:
     """Raise ModelError if the base lacks a tensor that a weight gives."""
-    for target in (name.removesuffix("weight") + suffix for suffix in suffixes):
+    for name, suffix in product(names, suffixes):
+        target = name.removesuffix("weight") + suffix
         if target not in specs:
             raise ModelError(f"tensor {name!r} is quantized in the base, which has no {target!r}; {_INSTEAD}")
 
@@ -355,22 +357,17 @@ def _compressed_tensors(
     [(group, scheme)] = groups.items()
     compression = getattr(scheme.format or config.format, "value", scheme.format or config.format)
     function = _compressor(group, scheme, compression)
-    args = scheme.weights
     packed = ("weight_packed", "weight_scale")
     if compression == "nvfp4-pack-quantized":
         return _with_global_scale(names, (*packed, "weight_global_scale"), specs, dtype, function)
-    suffixes = packed if args.num_bits == 4 else ("weight", "weight_scale")
-    found: dict[str, WeightRecipe] = {}
-    for name in names:
-        _check_present(name, suffixes, specs)
-        if compression == "mxfp4-pack-quantized":
-            found[name] = WeightRecipe(name, suffixes, dtype, function, (name,), True, _packed_values)
-        elif compression == "mxfp8-quantized":
-            found[name] = WeightRecipe(name, suffixes, dtype, function, (name,), True, _mxfp8_values)
-        else:
-            # The library makes scales in the dtype that the weights had.
-            found[name] = WeightRecipe(name, suffixes, TORCH_DTYPES[specs[f"{name}_scale"].dtype], function)
-    return found
+    suffixes = packed if scheme.weights.num_bits == 4 else ("weight", "weight_scale")
+    _check_present(names, suffixes, specs)
+    values = {"mxfp4-pack-quantized": _packed_values, "mxfp8-quantized": _mxfp8_values}.get(compression)
+    if values is not None:
+        return {name: WeightRecipe(name, suffixes, dtype, function, (name,), True, values) for name in names}
+    # The library makes scales in the dtype that the weights had.
+    dtypes = {name: TORCH_DTYPES[specs[f"{name}_scale"].dtype] for name in names}
+    return {name: WeightRecipe(name, suffixes, dtypes[name], function) for name in names}
 
 
 def _with_global_scale(
@@ -381,8 +378,7 @@ def _with_global_scale(
     function: Quantize,
 ) -> dict[str, WeightRecipe]:
     """Return recipes of NVFP4, where weights that engines fuse share a global scale."""
-    for name in names:
-        _check_present(name, suffixes, specs)
+    _check_present(names, suffixes, specs)
     every = set(names)
     fused = {name: four_bit.fused_with(name, every) for name in names}
     return {name: WeightRecipe(name, suffixes, dtype, function, fused[name], is_proven=True) for name in names}
@@ -482,20 +478,17 @@ def _fine_grained_fp8(
         rows, columns = tensors["weight"].shape
         return tensors["weight"].float() * scales[:rows, :columns]
 
-    def in_dtype_of(scale: TensorSpec) -> Quantize:
+    def with_wide_scales(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
         """Powers of two are exact in float32 too, in which some checkpoints have them."""
-        if not in_powers or scale.dtype != "F32":
-            return quantize
-        return lambda weight, largest: {
-            suffix: tensor.float() if suffix == "weight_scale_inv" else tensor
-            for suffix, tensor in quantize(weight, largest).items()
-        }
+        found = quantize(weight, largest)
+        return found | {"weight_scale_inv": found["weight_scale_inv"].float()}
 
     suffixes = ("weight", "weight_scale_inv")
+    _check_present(names, suffixes, specs)
     recipes: dict[str, WeightRecipe] = {}
     for name in names:
-        _check_present(name, suffixes, specs)
-        function = in_dtype_of(specs[f"{name}_scale_inv"])
+        is_wide = in_powers and specs[f"{name}_scale_inv"].dtype == "F32"
+        function = with_wide_scales if is_wide else quantize
         recipes[name] = WeightRecipe(name, suffixes, dtype, function, is_proven=in_powers, values=values)
     return recipes
 
@@ -528,7 +521,6 @@ def _stacked_mxfp4(
     def values(tensors: Tensors) -> torch.Tensor:
         return four_bit.mxfp4_values(tensors["_blocks"], tensors["_scales"])
 
-    for name in names:
-        _check_present(name, suffixes, specs)
+    _check_present(names, suffixes, specs)
     function = four_bit.stacked_mxfp4
     return {name: WeightRecipe(name, suffixes, dtype, function, (name,), True, values) for name in names}
