@@ -16,6 +16,7 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import prepare_devices
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.memory import PublisherMemory, publisher_memory
+from trainer_side.model.live_tensors import read_to_end
 from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import (
     MakeOptions,
@@ -240,18 +241,8 @@ class Publisher:
             raise UsageError(
                 f"weights= is a {type(weights).__name__}; give a mapping, or pairs of checkpoint names and tensors"
             ) from error
-        interrupted = False
-        try:
-            with self._open(timeout) as (session, deadline):
-                return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, deadline)
-        except (KeyboardInterrupt, SystemExit):
-            interrupted = True
-            raise
-        finally:
-            # Frameworks gather each tensor on all ranks together: a rank that stops reading hangs the others.
-            if pairs is not None and not interrupted:
-                for _ in pairs:
-                    pass
+        with read_to_end(() if pairs is None else pairs), self._open(timeout) as (session, deadline):
+            return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, deadline)
 
     def published_bits(self, tensor: int) -> Bits:
         """Return the (numel,) bits of a tensor of the run, by its id there, as they were published last; read only.

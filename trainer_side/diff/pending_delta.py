@@ -227,13 +227,8 @@ class PendingDelta:
         logs = [ChangeLog(tensor.spec.element, self._spool) for tensor in batch.tensors]
         self._touched.update(zip(logs, batch.ids, strict=True))
         changes = self._detector.collect_each(batch.tensors, logs)
-        for tensor, log, change in zip(batch.ids, logs, changes, strict=True):
-            changed = log.size
-            if not changed:
-                del self._touched[log]
-                continue
-            self.fingerprints[tensor] = change
-            self.changed += changed
+        for log, change in zip(logs, changes, strict=True):
+            self._count(log, change)
 
     def add(self, tensor: int, live: torch.Tensor, lasting: bool = False) -> None:
         """Compare one tensor and update the baseline to it. On a device this only begins it; see ``add_all``.
@@ -253,13 +248,16 @@ class PendingDelta:
                 self._on_devices.append(comparer)
             comparer.add(spec, buffer, live, log, lasting)
             return
-        change = self._detector.collect(spec, buffer, live, log)
+        self._count(log, self._detector.collect(spec, buffer, live, log))
+
+    def _count(self, log: ChangeLog, change: Fingerprint) -> None:
+        """Count what a complete log has; forget it if that is nothing."""
         changed = log.size
-        if not changed:
+        if changed:
+            self.fingerprints[self._touched[log]] = change
+            self.changed += changed
+        else:
             del self._touched[log]
-            return
-        self.fingerprints[tensor] = change
-        self.changed += changed
 
     def _finish_devices(self) -> None:
         """Wait until devices have read all that is compared there; count what changed."""
@@ -289,9 +287,12 @@ class PendingDelta:
             self._baseline.fingerprints = [
                 value + self.fingerprints[i] if i in self.fingerprints else value for i, value in enumerate(known)
             ]
-            self._closed = True
-            self._touched.clear()
-            self._spool.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._touched.clear()
+        self._spool.close()
 
     def revert(self) -> None:
         """Restore the baseline, unless that was done or the changes were kept; else it is ``suspect``.
@@ -312,9 +313,7 @@ class PendingDelta:
                 # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
                 self._baseline.suspect = True
                 logger.error("a version's changes could not be reverted (%s: %s)", type(error).__name__, error)
-            self._closed = True
-            self._touched.clear()
-            self._spool.close()
+            self._close()
 
     def hold_back(self, tensor: int, keep: npt.NDArray[np.bool_]) -> tuple[Bits, Bits]:
         """Revert changed elements of a tensor and drop them: the next comparison finds them again.

@@ -91,15 +91,12 @@ class Encoder:
         self._recent = recent
         # Each rank gets an equal share of the maximum, since the number of objects of the others is still unknown.
         self._most_objects = limits.MAX_OBJECTS_PER_VERSION // ranks
-        self._compiled = False
         self._limits = MemoryLimits.of(own)
         self._folder: ProcessFolder | None = None
 
     def compile(self) -> None:
         """Compile the kernels of the first version; call it where no interrupt can hit the compiler."""
-        if not self._compiled:
-            compile_codec(self._options.codec, self._table)
-            self._compiled = True
+        compile_codec(self._options.codec, self._table)
 
     def encode(self, changes: VersionChanges, context: DeltaContext) -> list[EncodedObject]:
         """Return the version's objects: parts of at most ``shard_bytes`` when decoded.
@@ -110,7 +107,6 @@ class Encoder:
         self.forget(context.version)
         if not changes.changed:
             return []
-        self.compile()
         codec, compression = self._options.codec, self._options.compression
         if changes.decoded_bytes > self._limits.loaded_bytes:
             try:

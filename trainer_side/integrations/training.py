@@ -282,7 +282,7 @@ class TrainingPublisher:
         else:
             self._waiting.from_rank0(what, work)
 
-    def attempt(self, call: Callable[[], None]) -> None:
+    def attempt(self, call: Callable[[], object]) -> None:
         """Make a call that publishes; errors that do not end the training are logged."""
         try:
             call()

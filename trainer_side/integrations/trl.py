@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from trainer_side.integrations.peft import AdapterTensors, adapter_name, adapter_publisher, check_adapter_options
 from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher, find_calling_trainer
 from trainer_side.integrations.transformers import DeltaSyncCallback
+from trainer_side.model.live_tensors import read_to_end
 from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.ranks.group import in_world
@@ -159,16 +160,8 @@ class DeltaWeightTransfer:
             TensorMismatchError, ModelError: a tensor does not fit; nothing was published.
             ConflictError: another writer has taken over the run; every later call raises it too.
         """
-        interrupted = False
-        try:
+        with read_to_end(iterator):
             self._training.attempt(lambda: self._send(iterator))
-        except (KeyboardInterrupt, SystemExit):
-            interrupted = True
-            raise
-        finally:
-            if not interrupted:
-                for _ in iterator:
-                    pass
 
     def resume(self) -> None:
         """Return at once; or with ``wait_served``, once the version that was sent is served.
@@ -177,10 +170,11 @@ class DeltaWeightTransfer:
             FleetLateError: the timeout passed; the message names the servers that lag. StoreError: the store failed.
             PublishError, ConflictError: it could not be made durable.
         """
-        if self.publisher is None:
+        publisher, seconds = self.publisher, self._wait_served
+        if publisher is None:
             return
-        if self._wait_served is not None and self._sent:
-            self._training.attempt(self._wait)
+        if seconds is not None and self._sent:
+            self._training.attempt(lambda: publisher.wait_served(replicas=self._replicas, timeout=seconds))
         self._training.reports.report()
 
     def destroy(self) -> None:
@@ -266,10 +260,6 @@ class DeltaWeightTransfer:
         self._training.reports.published(result)
         self._training.reports.report()
         self._sent = True
-
-    def _wait(self) -> None:
-        if self.publisher is not None and self._wait_served is not None:
-            self.publisher.wait_served(replicas=self._replicas, timeout=self._wait_served)
 
     def _settle(self) -> None:
         """Wait for the last version, and log its metrics while the loggers are still open."""

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,24 @@ def pairs(items: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[st
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise UsageError(f"expected (checkpoint name, tensor) pairs, got a {type(item).__name__}")
         yield item[0], item[1]
+
+
+@contextmanager
+def read_to_end(weights: Iterable[object]) -> Iterator[None]:
+    """Read what the block leaves of ``weights``, except after an interrupt.
+
+    Frameworks gather each tensor on all ranks together: a rank that stops reading hangs the others.
+    """
+    interrupted = False
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        interrupted = True
+        raise
+    finally:
+        if not interrupted:
+            for _ in weights:
+                pass
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:

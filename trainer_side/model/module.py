@@ -107,6 +107,15 @@ class Selection:
         return found
 
 
+def note_renamed(given: dict[str, str], name: str, renamed: str) -> None:
+    """Note the name in the run of a tensor; raise ModelError if another has it. Args: given: name in the run → name."""
+    if given.setdefault(renamed, name) != name:
+        raise ModelError(
+            f"rename gives {given[renamed]!r} and {name!r} the same name, {renamed!r}; exclude one of them, or give it "
+            "another name"
+        )
+
+
 def _patterns(argument: str, given: Patterns | None) -> tuple[str, ...]:
     found = () if given is None else (given,) if isinstance(given, str) else tuple(given)
     if given is not None and (not found or not all(isinstance(each, str) and each for each in found)):
@@ -226,15 +235,11 @@ class ModuleForm:
     def _convert(self, state: State) -> dict[str, Route]:
         """Return name in the run → where its elements are in the state."""
         routes: dict[str, Route] = {}
-        before: dict[str, str] = {}
+        given: dict[str, str] = {}
         for name, route in _follow_conversion(self._model, self._pretrained, state).items():
             renamed = self._selection.renamed(name)
-            if renamed in before:
-                raise ModelError(
-                    f"rename gives {before[renamed]!r} and {name!r} the same name, {renamed!r}; exclude one of them, "
-                    "or give it another name"
-                )
-            before[renamed], routes[renamed] = name, route
+            note_renamed(given, name, renamed)
+            routes[renamed] = route
         return routes
 
     def _check_unchanged(self, state: State) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer_side.model.conversion_trace import Route
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
-from trainer_side.model.module import ModuleForm, Selection, assume_loaded_from
+from trainer_side.model.module import ModuleForm, Selection, assume_loaded_from, note_renamed
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
@@ -121,12 +121,7 @@ class StreamedWeights(LiveTensors):
                 if not numbers and renamed not in self.tensors and renamed not in self.aliases:
                     continue
                 self.excluded.update(targets)
-            if renamed in given and given[renamed] != name:
-                raise ModelError(
-                    f"rename gives {given[renamed]!r} and {name!r} the same name, {renamed!r}; exclude one of them, or "
-                    "give it another name"
-                )
-            given[renamed] = name
+            note_renamed(given, name, renamed)
             yield renamed, value
         self._selection.check_used(list(given.values()))
 
