@@ -1,11 +1,11 @@
-"""Manifests of versions (``first``, ``delta``, ``restart_anchor``), and the files of an anchor."""
+"""Manifests of versions (``full``, ``delta``, ``restart_anchor``), and the files of an anchor."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from trainer_side.diff.baseline import Baseline
 from vllm_delta_sync.bucket.threads import start_call, wait_for_call
@@ -104,9 +104,25 @@ def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef
         return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
 
 
-def first(run: str, state: FullState, objects: list[ObjectRef], base: Base | None, step: int) -> Manifest:
-    """Return version 0: with all tensors in ``objects``, or without any if the weights equal ``base``."""
-    return _full("anchor" if base is None else "reference", run, state, objects, step=step, base=base)
+def full(
+    run: str, state: FullState, objects: list[ObjectRef], base: Base | None = None, version: int = 0, **members: Any
+) -> Manifest:
+    """Return a version with all tensors in ``objects``, or without any if its weights equal ``base``."""
+    return Manifest(
+        run=run,
+        version=version,
+        kind="anchor" if base is None else "reference",
+        base=base,
+        objects=objects,
+        changed=state.table.total if base is None else 0,
+        total=state.table.total,
+        payload_bytes=sum(ref.bytes for ref in objects),
+        full_bytes=state.table.full_bytes,
+        fingerprint=sum(state.fingerprints, Fingerprint()).hex(),
+        tensor_fingerprints=state.by_name,
+        created_at=timestamp(),
+        **members,
+    )
 
 
 def restart_anchor(
@@ -125,44 +141,11 @@ def restart_anchor(
         parent: digest of the previous version's manifest as it is stored.
         newest_good: the newest version whose manifest is good. reasons: why this version is quarantined, if it is.
     """
-    return _full(
-        "anchor",
-        run,
-        state,
-        objects,
-        version=version,
-        step=0 if newest_good is None else newest_good.step,
-        parent=parent,
-        epoch=epoch,
-        breaks=_with_break([] if newest_good is None else newest_good.breaks, version, None),
-        quarantine=_quarantine(reasons, newest_good),
-    )
-
-
-def _full(
-    kind: Literal["reference", "anchor"],
-    run: str,
-    state: FullState,
-    objects: list[ObjectRef],
-    version: int = 0,
-    step: int = 0,
-    **members: Any,
-) -> Manifest:
-    return Manifest(
-        run=run,
-        version=version,
-        step=step,
-        kind=kind,
-        objects=objects,
-        changed=0 if kind == "reference" else state.table.total,
-        total=state.table.total,
-        payload_bytes=sum(ref.bytes for ref in objects),
-        full_bytes=state.table.full_bytes,
-        fingerprint=sum(state.fingerprints, Fingerprint()).hex(),
-        tensor_fingerprints=state.by_name,
-        created_at=timestamp(),
-        **members,
-    )
+    breaks = _with_break([] if newest_good is None else newest_good.breaks, version, None)
+    return full(
+        run, state, objects, None, version, step=0 if newest_good is None else newest_good.step, parent=parent,
+        epoch=epoch, breaks=breaks, quarantine=_quarantine(reasons, newest_good),
+    )  # fmt: skip
 
 
 def check_breaks(breaks: list[Break]) -> None:

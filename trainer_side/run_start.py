@@ -91,17 +91,19 @@ def begin(
             "snapshot",
             base.path, difference,
         )  # fmt: skip
-    with RunStart(bucket, writer, info, state.table) as start:
+    with RunStart(bucket, writer, info) as start:
         if unfinished is not None:
             start.replace(unfinished)
-        start.claim()
-        start.put_files(files)
+        start.create(RUN_KEY, info.to_bytes())
+        start.create(TABLE_KEY, state.table.to_bytes())
+        for item in {item.key: item for item in info.files}.values():
+            start.put(item, files[item.name])
         recorded, objects = None, list[ObjectRef]()
         if base is not None and difference is None:
             recorded = base.recorded
         else:
             state, objects = weights.put_shards(start.put)
-        manifest = keyring.signed(manifests.first(info.run, state, objects, recorded, options.first_step))
+        manifest = keyring.signed(manifests.full(info.run, state, objects, recorded, step=options.first_step))
         start.commit(manifest)
     writer.announce()
     return OpenedRun(weights, writer, manifest)
@@ -123,14 +125,13 @@ class RunStart:
     """Starts one run at an empty URL. As a context manager it removes what it wrote if an error ends it early.
 
     Args:
-        writer: of the new run. info, table: run.json and tensors.json.
+        writer: of the new run. info: run.json.
     """
 
-    def __init__(self, bucket: Bucket, writer: RunWriter, info: RunInfo, table: TensorTable) -> None:
+    def __init__(self, bucket: Bucket, writer: RunWriter, info: RunInfo) -> None:
         self._bucket = bucket
         self._writer = writer
         self._info = info
-        self._table = table
         # Keys that it has written, or tried to.
         self._tried: list[str] = []
         self._committing: Manifest | None = None
@@ -175,16 +176,6 @@ class RunStart:
             raise ConflictError(
                 f"the run at {self._bucket.url} was begun by another publisher just now; start again to take it over"
             )
-
-    def claim(self) -> None:
-        """Write run.json and tensors.json."""
-        self._create(RUN_KEY, self._info.to_bytes())
-        self._create(TABLE_KEY, self._table.to_bytes())
-
-    def put_files(self, files: Mapping[str, bytes]) -> None:
-        """Store the files that run.json lists."""
-        for item in {item.key: item for item in self._info.files}.values():
-            self.put(item, files[item.name])
 
     def put(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object that is named by its content, from any thread.
@@ -231,7 +222,8 @@ class RunStart:
             raise type(error)(f"{error.message}; {state}") from error
         logger.warning("interrupted while the run began; %s", state)
 
-    def _create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes) -> None:
+        """Write run.json, which claims the URL, or tensors.json."""
         self._tried.append(key)
         try:
             self._bucket.put(key, data, if_absent=True)
