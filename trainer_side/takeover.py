@@ -5,8 +5,8 @@ head, and reads the weights back, on every rank. Only then it claims the run, wh
 takeover that cannot succeed leaves the former writer alone; if the store fails after the claim, a claim is left, and
 the next takeover continues.
 
-``claim`` begins a writer epoch: it writes claims/<e>.json, if absent. ``find_tail`` and ``check_tail`` find and check
-the end of the run; they do so after the claim, even if they have before. A writer looks for the claim after its own
+``claim`` begins a writer epoch: it writes claims/<e>.json, if absent. ``find_tail`` finds and checks the end of the run;
+it does so after the claim, even if it has before. A writer looks for the claim after its own
 before each commit, after the last one. So at most one more version of the former writer can appear, the one whose check
 (``RunWriter.check_not_fenced``) ran before the claim.
 
@@ -291,7 +291,7 @@ class Takeover:
             StoreError: the store failed. Only this and ConflictError are possible once the run is claimed, unless
                 another writer commits at the same time.
         """
-        found = self._background.call(self._find_tail)
+        found = self._background.call(lambda: find_tail(self._run))
         logger.info(
             "taking over run %s at %s: this reads version %d back; then it claims the run, and writes nothing else "
             "unless that version is lost",
@@ -302,16 +302,10 @@ class Takeover:
             self._background.call(self._weights.check_base)
         lost = self._check_out(found)
         self._epoch, self._claim = self._background.call(lambda: claim(self._run, found))
-        newest = self._background.call(self._find_tail)
+        newest = self._background.call(lambda: find_tail(self._run))
         if (newest.version, newest.digest) != (found.version, found.digest):
             found, lost = newest, self._check_out(newest)
         return self._background.call(lambda: self._start_over(found) if lost else self._continue(found))
-
-    def _find_tail(self) -> HistoryTail:
-        """Return the newest version; raise SignatureError if no trusted key signed it."""
-        found = find_tail(self._run)
-        check_tail(self._run, found)
-        return found
 
     def _check_out(self, found: HistoryTail) -> bool:
         """Fill ``weights`` with the newest version or, if that is lost, with the model's; return whether it is lost."""
@@ -398,7 +392,7 @@ class Takeover:
             try:
                 writer.commit(manifest)
             except (ConflictError, FormerVersionError):
-                before, found = found, self._find_tail()
+                before, found = found, find_tail(self._run)
                 theirs = found.manifest if found.problem is None else None
                 if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch):
                     raise
@@ -427,6 +421,9 @@ def find_tail(run: Run) -> HistoryTail:
     Raises:
         NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
         StoreError: the store failed, or returned different bytes on a second read.
+        SignatureError: a signed run ends with data that no trusted key has signed. Continuing after it would sign it,
+            and publish its weights as ours. Damaged data count too: they may replace a version that receivers have,
+            which would take the next version for another history.
     """
     tail = _find_tail(run)
     if tail.problem is not None:
@@ -441,6 +438,11 @@ def find_tail(run: Run) -> HistoryTail:
                 f"{key} of {run.bucket.url} reads differently than a moment ago: it was overwritten, or the store or "
                 "the network damages what it delivers; start this publisher again"
             )
+    if not run.keyring.has_signing_key:
+        if tail.manifest is not None and tail.manifest.signature is not None:
+            _check_has_key(run.bucket, run.keyring)
+    elif tail.problem is not None or tail.manifest is None:
+        raise _untrusted_error(run, tail, tail.problem)
     return tail
 
 
@@ -557,36 +559,16 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
     return Run(bucket, keyring)
 
 
-def check_tail(run: Run, tail: HistoryTail) -> None:
-    """Raise SignatureError if a signed run ends with data that no trusted key has signed.
-
-    Continuing after it would sign it, and publish its weights as ours. Damaged data count too: they may replace a
-    version that receivers have, which would take the next version for another history.
-    """
-    if not run.keyring.has_signing_key:
-        if tail.manifest is not None and tail.manifest.signature is not None:
-            _check_has_key(run.bucket, run.keyring)
-    elif tail.problem is not None or tail.manifest is None:
-        raise _untrusted_error(run, tail, tail.problem)
-
-
-def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
-    """Return the signature or fork error that caused ``error``; None if something else did."""
-    seen: list[BaseException] = []
-    # An error may have been raised from itself.
-    while error is not None and error not in seen:
-        if isinstance(error, SignatureError | ForkError):
-            return error
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
     """Raise SignatureError if a version cannot be rebuilt because it needs data that no trusted key has signed."""
-    reason = forgery_cause(error) if run.keyring.checks_signatures else None
-    if reason is not None:
-        raise _untrusted_error(run, tail, reason) from error
+    seen: list[BaseException] = []
+    cause: BaseException | None = error if run.keyring.checks_signatures else None
+    # An error may have been raised from itself.
+    while cause is not None and cause not in seen:
+        if isinstance(cause, SignatureError | ForkError):
+            raise _untrusted_error(run, tail, cause) from error
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
