@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
+from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, check_folder, find_checkpoints, locate, step_of
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors
 from trainer_side.model.sources import HEAD
 from trainer_side.options import PublisherOptions
@@ -111,11 +111,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not os.path.isdir(self.path):
-            raise NotFoundError(
-                f"checkpoint folder {str(path)!r} does not exist, or this user may not enter it; give the path of a "
-                "local one"
-            )
+        check_folder(self.path)
         self._states = {name: self._state_of(name) for name in weight_files(self.path)}
         try:
             checkpoint = Checkpoint(self.path)
@@ -187,12 +183,8 @@ class CheckpointFolder:
                 raise self._incomplete(f"{name} was changed while it was read")
 
     def _state_of(self, name: str) -> FileState:
-        try:
+        with self._reading(name, "is missing"):
             return FileState.of(os.stat(self.path / name))
-        except FileNotFoundError as error:
-            raise self._incomplete(f"{name} is missing") from error
-        except OSError as error:
-            raise self._unreadable(name, error) from error
 
     def _open(self, name: str) -> BinaryIO:
         with self._reading(name):
@@ -210,17 +202,14 @@ class CheckpointFolder:
             raise self._incomplete(f"{name} was truncated while it was read")
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
+    def _reading(self, name: str, if_gone: str = "was deleted while it was read") -> Iterator[None]:
         """Raise IncompleteCheckpointError if a file is gone, UnreadableCheckpointError if it cannot be read."""
         try:
             yield
         except FileNotFoundError as error:
-            raise self._incomplete(f"{name} was deleted while it was read") from error
+            raise self._incomplete(f"{name} {if_gone}") from error
         except OSError as error:
-            raise self._unreadable(name, error) from error
-
-    def _unreadable(self, name: str, error: OSError) -> UnreadableCheckpointError:
-        return UnreadableCheckpointError(f"{str(self.path / name)!r} cannot be read: {error.strerror}")
+            raise UnreadableCheckpointError(f"{str(self.path / name)!r} cannot be read: {error.strerror}") from error
 
     def _incomplete(self, reason: str) -> "IncompleteCheckpointError":
         return IncompleteCheckpointError(f"checkpoint {str(self.path)!r} is not complete: {reason}")

@@ -170,6 +170,15 @@ def find_checkpoints(root: Path) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda each: each.name)
 
 
+def check_folder(path: Path) -> None:
+    """Raise NotFoundError unless there is a folder."""
+    if not os.path.isdir(path):
+        raise NotFoundError(
+            f"checkpoint folder {str(path)!r} does not exist, or this user may not enter it; give the path of a local "
+            "one"
+        )
+
+
 def locate(path: Path) -> Path:
     """Return the folder with the weights of the checkpoint at ``path``: that folder, or the only one below it.
 
@@ -177,11 +186,7 @@ def locate(path: Path) -> Path:
         NotFoundError: there is no folder, or no weights in it that can be read; the message says what is there.
         UsageError: there are several checkpoints in it. StoreError: it cannot be read.
     """
-    if not os.path.isdir(path):
-        raise NotFoundError(
-            f"checkpoint folder {str(path)!r} does not exist, or this user may not enter it; give the path of a local "
-            "one"
-        )
+    check_folder(path)
     if os.path.exists(path / SINGLE_NAME) or os.path.exists(path / INDEX_NAME):
         return path
     found = find_checkpoints(path)
@@ -278,13 +283,7 @@ def _folders(root: Path) -> Iterator[_SearchedFolder]:
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a symbolic link that cannot be followed; one to weights is reported instead."""
-    if not entry.is_symlink() or entry.name in (SINGLE_NAME, INDEX_NAME):
-        return False
-    try:
-        entry.stat()
-    except OSError:
-        return True
-    return False
+    return entry.is_symlink() and entry.name not in (SINGLE_NAME, INDEX_NAME) and not os.path.exists(entry.path)
 
 
 def _listed(names: Sequence[str]) -> str:
