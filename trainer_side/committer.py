@@ -78,14 +78,6 @@ class _RankContents:
         }
 
 
-@dataclass(frozen=True)
-class _Uncertain:
-    """A version of which it is unknown whether it is durable. ``changes``: as in ``_RankContents``."""
-
-    manifest: Manifest
-    changes: Mapping[int, Fingerprint]
-
-
 class Committer:
     """Makes versions durable, and keeps the baseline consistent with them. One thread at a time.
 
@@ -113,7 +105,8 @@ class Committer:
         self._bucket, self._options, self._group = bucket, options, group
         self._maintenance = maintenance
         self._weights = weights = opened.weights
-        self._uncertain: _Uncertain | None = None
+        # A version of which it is unknown whether it is durable, and its ``changes`` as in ``_RankContents``.
+        self._uncertain: tuple[Manifest, Mapping[int, Fingerprint]] | None = None
         self.baseline = weights.baseline
         self.writer = opened.writer
         self.current = opened.current
@@ -193,14 +186,13 @@ class Committer:
         Raises:
             PublishError: whether the manifest was written is still unknown, or the baseline cannot be repaired yet.
         """
-        uncertain = self._uncertain
-        if uncertain is not None:
-            manifest = uncertain.manifest
+        if self._uncertain is not None:
+            manifest, changes = self._uncertain
             stored: bool = self._group.from_rank0("uncertain", lambda: self.writer.is_stored(manifest))
             self._uncertain = None
             if stored and pending is not None and pending.open:
                 self.writer.set_newest(manifest)
-                self._mark_durable(pending, manifest, uncertain.changes)
+                self._mark_durable(pending, manifest, changes)
         # It may still be open because an interrupt hit the caller before it could finish.
         if pending is not None and pending.open:
             pending.revert()
@@ -399,7 +391,7 @@ class Committer:
                 self.stopped = ConflictError(message)
                 raise ConflictError(message) from cause
             case "uncertain":
-                self._uncertain = _Uncertain(_parsed(answer["manifest"]), own.changes)
+                self._uncertain = _parsed(answer["manifest"]), own.changes
                 raise UncertainError(message) from cause
             case "former":
                 pending.revert()

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -51,7 +51,6 @@ class BackgroundMaintenance:
         self._queue: SimpleQueue[Manifest | int | None] = SimpleQueue()
         self._closing = False
         self._unmade: list[int] = []  # milestones whose anchor is asked for and not begun, or was stopped
-        self._run: Run | None = None
         # Only a process that publishes alone has all changes; of the others, ``delta-sync compact`` merges.
         self.recent = RecentDeltas() if options.merge and options.codec in BASE_CODECS and alone else None
         self._renewal = HeadRenewal(writer, options.keyring.has_signing_key)
@@ -153,11 +152,9 @@ class BackgroundMaintenance:
 
         make_anchor(self._reader, version, self._base, stop=self._stop)
 
-    @property
+    @cached_property
     def _reader(self) -> Run:
-        if self._run is None:
-            self._run = Run(self._bucket, self._options.keyring)
-        return self._run
+        return Run(self._bucket, self._options.keyring)
 
 
 def _lower_priority() -> None:

@@ -269,7 +269,7 @@ class World:
         due = every is not None and manifest.version - self.last_exact >= every
         self.check(manifest, exact or due)
         baseline = self.publisher._committer.baseline
-        here = {spec.name: baseline.bits(number) for number, spec in enumerate(baseline.table)}
+        here = {spec.name: baseline.read(number) for number, spec in enumerate(baseline.table)}
         assert all(np.array_equal(here[name], bits_of(tensor)) for name, tensor in self.versions[-1].items())
 
     def check(self, manifest: Manifest, exact: bool) -> None:

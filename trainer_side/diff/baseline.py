@@ -192,10 +192,6 @@ class Baseline:
         """Return the bits of a tensor id at their present location; read from a base once."""
         return self._buffers[tensor] or self.buffer_on(tensor, torch.device("cpu"))
 
-    def bits(self, tensor: int) -> Bits:
-        """Return (numel,) bits of a tensor id in host memory: the baseline itself if it is there, else a copy."""
-        return self.buffer(tensor).read()
-
     def read(self, tensor: int) -> Bits:
         """Return (numel,) bits of a tensor id, read only; bits of a base are not kept in memory."""
         buffer = self._buffers[tensor]

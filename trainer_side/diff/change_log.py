@@ -35,11 +35,6 @@ class ChangeSpool:
         self._failed = False
         self._files: dict[int, _File] = {}
 
-    @property
-    def spilled(self) -> int:
-        """Bytes in temporary files, which the system removes even if the process is killed."""
-        return sum(file.end for file in self._files.values())
-
     def keep(self, arrays: SegmentArrays) -> None:
         """Move arrays that nothing is added to any more to a file, if those before have reached the limit.
 
@@ -75,7 +70,7 @@ class ChangeSpool:
 
 
 class _File:
-    """An unnamed temporary file that one thread appends to."""
+    """An unnamed temporary file that one thread appends to; the system removes it even if the process is killed."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(prefix="delta-sync-", buffering=0)  # noqa: SIM115

@@ -95,8 +95,19 @@ class Encoder:
         self._folder: ProcessFolder | None = None
 
     def compile(self) -> None:
-        """Compile the kernels of the first version; call it where no interrupt can hit the compiler."""
-        compile_codec(self._options.codec, self._table)
+        """Compile (or load from the cache) the kernels of encoding; call it where no interrupt can hit the compiler."""
+        codec = self._options.codec
+        if codec not in RELATIVE_CODECS:
+            return
+        for dtype in {spec.element.uint: spec.dtype for spec in self._table}.values():
+            tiny = TensorTable([TensorSpec("t", dtype, (4, 4))])
+            element = tiny[0].element
+            data = np.ones(2, element.uint)
+            group = Sparse(dtype, np.zeros(1, np.uint32), np.full(1, 2), np.arange(2), data, relative=True)
+            base_bits = BaseTensor(np.zeros(16, element.uint))
+            changes = Changes([group], [], {0: Fingerprint()})
+            encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: base_bits}.__getitem__)
+            coder.compile_encoder(element)
 
     def encode(self, changes: VersionChanges, context: DeltaContext) -> list[EncodedObject]:
         """Return the version's objects: parts of at most ``shard_bytes`` when decoded.
@@ -156,18 +167,3 @@ class Encoder:
                 file = path / str(number)
                 objects.append((spool.finish(file, part.fingerprints), file))
         return objects
-
-
-def compile_codec(codec: Codec, table: TensorTable) -> None:
-    """Compile (or load from the cache) the kernels that encode changes of this table."""
-    if codec not in RELATIVE_CODECS:
-        return
-    for dtype in {spec.element.uint: spec.dtype for spec in table}.values():
-        tiny = TensorTable([TensorSpec("t", dtype, (4, 4))])
-        element = tiny[0].element
-        data = np.ones(2, element.uint)
-        group = Sparse(dtype, np.zeros(1, np.uint32), np.full(1, 2), np.arange(2), data, relative=True)
-        base_bits = BaseTensor(np.zeros(16, element.uint))
-        changes = Changes([group], [], {0: Fingerprint()})
-        encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: base_bits}.__getitem__)
-        coder.compile_encoder(element)

@@ -256,7 +256,7 @@ class UpdateGate:
             for tensor, found in pending.elements(PIECE_ELEMENTS)
         }
         against_sound = {
-            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
+            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.read(tensor)))
             if tensor in self._sound_bits
             else difference
             for tensor, difference in current.items()

@@ -246,12 +246,12 @@ class ProcessGroup:
 
     def ranks_where(self, what: str, flags: Sequence[bool]) -> list[list[int]]:
         """Return for each flag the ranks that have set it; the same on every rank."""
-        reports = self.gather(what, [bool(flag) for flag in flags])
-        found = None
-        if reports is not None:
-            found = [[rank for rank, theirs in enumerate(reports) if theirs[place]] for place in range(len(flags))]
-        answer: list[list[int]] = self.broadcast(what, found)
-        return answer
+
+        def judge(reports: list[Json]) -> Json:
+            return [[rank for rank, theirs in enumerate(reports) if theirs[place]] for place in range(len(flags))]
+
+        found: list[list[int]] = self.reduce_on_rank0(what, lambda: [bool(flag) for flag in flags], judge)
+        return found
 
     # Between two ranks
 

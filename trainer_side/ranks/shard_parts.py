@@ -4,6 +4,7 @@ A checkpoint tensor is a strided window into a source, such as one expert of a s
 its share of the checkpoint tensor is again a few boxes, each strided in the rank's memory: ``shard_views``."""
 
 import json
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -140,9 +141,7 @@ def _below(limit: int, axes: Sequence[_Axis]) -> int:
     if limit <= 0:
         return 0
     for number, axis in enumerate(axes):
-        inner = 1
-        for other in axes[number + 1 :]:
-            inner *= other.size
+        inner = math.prod(other.size for other in axes[number + 1 :])
         index, rest = divmod(limit, axis.step)
         if index >= axis.size:
             return count + axis.size * inner
