@@ -5,9 +5,9 @@ head, and reads the weights back, on every rank. Only then it claims the run, wh
 takeover that cannot succeed leaves the former writer alone; if the store fails after the claim, a claim is left, and
 the next takeover continues.
 
-``claim`` begins a writer epoch: it writes claims/<e>.json, if absent. ``find_tail`` finds and checks the end of the run;
-it does so after the claim, even if it has before. A writer looks for the claim after its own
-before each commit, after the last one. So at most one more version of the former writer can appear, the one whose check
+``claim`` begins a writer epoch: it writes claims/<e>.json, if absent. ``find_tail`` finds the end of the run and checks
+it, after the claim even if it has done so before. A writer looks for the claim after its own before each commit, after
+the last one. So at most one more version of the former writer can appear, the one whose check
 (``RunWriter.check_not_fenced``) ran before the claim.
 
 Where create-if-absent is not atomic (``Bucket.supports_conditional_put`` is False), two writers may both believe that
