@@ -1,5 +1,6 @@
 """``Publisher``: publish a model's weights while it trains."""
 
+import math
 import sys
 import threading
 import weakref
@@ -470,9 +471,9 @@ class Publisher:
                 "this call is made during another call of this publisher, by the same thread; make it later"
             )
         # Ranks that publish together would wait for one that gave up.
-        left = deadline.left if self._ranks.alone else None
+        left = deadline.left if self._ranks.alone else math.inf
         try:
-            if not self._lock.acquire(timeout=-1 if left is None else left):
+            if not self._lock.acquire(timeout=-1 if left == math.inf else left):
                 raise PublishTimeoutError(
                     f"a call of another thread has not ended within {deadline}; this one did nothing"
                 )

@@ -291,9 +291,9 @@ class Deadline:
         self._end = math.inf if self._seconds is None else time.monotonic() + self._seconds
 
     @property
-    def left(self) -> float | None:
-        """Seconds until then, at least 0; None without end."""
-        return None if self._seconds is None else max(0.0, self._end - time.monotonic())
+    def left(self) -> float:
+        """Seconds until then, at least 0; infinity without end."""
+        return max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:

@@ -256,7 +256,7 @@ class PublishSession:
                     logger.warning("the last weights are not durable yet, trying again for %s: %s", deadline, problem)
                 told = True
                 attempts += not (isinstance(problem, UncertainError) or isinstance(problem.__cause__, StoreError))
-                time.sleep(pause if deadline.left is None else min(pause, deadline.left))
+                time.sleep(min(pause, deadline.left))
                 pause = min(2 * pause, 10.0)
             if dirty:
                 self._submit_recovery()

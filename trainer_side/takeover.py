@@ -300,20 +300,20 @@ class Takeover:
         # Also if it is not needed now: it would be needed later, such as for a rebase.
         if self._weights.base is not None:
             self._background.call(self._weights.check_base)
-        lost = self._check_out(found)
+        head = self._check_out(found)
         self._epoch, self._claim = self._background.call(lambda: claim(self._run, found))
         newest = self._background.call(lambda: find_tail(self._run))
         if (newest.version, newest.digest) != (found.version, found.digest):
-            found, lost = newest, self._check_out(newest)
-        return self._background.call(lambda: self._start_over(found) if lost else self._continue(found))
+            found, head = newest, self._check_out(newest)
+        return self._background.call(lambda: self._start_over(found) if head is None else self._continue(head))
 
-    def _check_out(self, found: HistoryTail) -> bool:
-        """Fill ``weights`` with the newest version or, if that is lost, with the model's; return whether it is lost."""
+    def _check_out(self, found: HistoryTail) -> Manifest | None:
+        """Fill ``weights`` with the newest version, and return it; or, if it is lost, with the model's weights."""
         problem = self._background.call(lambda: self._read_back(found))
         if problem is None:
-            return False
+            return found.manifest
         self._capture_instead(found, problem)
-        return True
+        return None
 
     def _read_back(self, found: HistoryTail) -> DeltaSyncError | None:
         """Fill ``weights`` with the newest version; return why it is lost, or None."""
@@ -328,11 +328,8 @@ class Takeover:
             return error
         return None
 
-    def _continue(self, found: HistoryTail) -> OpenedRun:
+    def _continue(self, head: Manifest) -> OpenedRun:
         """Continue from the newest version, which ``weights`` holds."""
-        if found.manifest is None:
-            raise ChainError(f"version {found.version} has no manifest")
-        head = found.manifest
         writer = self._writer(head)
         writer.update_head()
         logger.info(
@@ -365,9 +362,10 @@ class Takeover:
         )  # fmt: skip
         absent, rest = self._weights.baseline.absent(), None
         if absent:
-            rest = _checkpoint(self._weights.base)
-            odd = [name for name in absent if rest is None or name not in rest.specs]
-            odd = odd or [name for name in absent if rest and rest.specs[name] != self._run.table.by_name(name)]
+            base = self._weights.base
+            rest = Checkpoint(base) if base is not None and os.path.isdir(base) else None
+            known = {} if rest is None else rest.specs
+            odd = [name for name in absent if known.get(name) != self._run.table.by_name(name)]
             if odd:
                 raise type(problem)(
                     f"version {found.version} cannot be rebuilt ({problem}), and for a full snapshot the model lacks "
@@ -409,10 +407,6 @@ def _release_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _checkpoint(base: str | Path | None) -> Checkpoint | None:
-    return Checkpoint(base) if base is not None and os.path.isdir(base) else None
 
 
 def find_tail(run: Run) -> HistoryTail:

@@ -379,8 +379,10 @@ class PendingDelta:
         )
         # Decided here and not during the comparison, since training waits for that.
         for log, tensor in self._touched.items():
-            if self._is_smaller_in_full(tensor, log):
-                changes.full.append(FullTensor(tensor, partial(self._baseline.read, tensor)))
+            new_bits = partial(self._baseline.read, tensor)
+            may_be_full = not self.sparse and self._baseline.may_send_in_full(tensor)
+            if may_be_full and full_is_smaller(changes.table[tensor], log, self._codec, self._compression, new_bits):
+                changes.full.append(FullTensor(tensor, new_bits))
             else:
                 read = log.pieces if changes.relative else partial(self._new_bits, tensor, log)
                 changes.sparse.append(SparseTensor(tensor, log.size, read))
@@ -389,16 +391,6 @@ class PendingDelta:
     def _new_bits(self, tensor: int, log: ChangeLog) -> Iterator[tuple[Positions, Bits]]:
         for positions, _ in log.pieces():
             yield positions, self._baseline.buffer(tensor).get(positions)
-
-    def _is_smaller_in_full(self, tensor: int, log: ChangeLog) -> bool:
-        baseline = self._baseline
-        return (
-            not self.sparse
-            and baseline.may_send_in_full(tensor)
-            and full_is_smaller(
-                baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)
-            )
-        )
 
 
 def prepare_devices(detector: Detector, live: LiveTensors, baseline: Baseline) -> None:

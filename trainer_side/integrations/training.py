@@ -186,8 +186,7 @@ class StopSignal:
     @property
     def left(self) -> float:
         """Seconds that this process may still work; without a signal, no limit."""
-        left = None if self._end is None else self._end.left
-        return math.inf if left is None else left
+        return math.inf if self._end is None else self._end.left
 
     def close(self) -> None:
         """Put the former handler back."""
@@ -250,8 +249,7 @@ class TrainingPublisher:
     def seconds_left(self) -> float:
         """How long the end of the training may still take; it begins with the first use."""
         self._end = self._end or Deadline(self._close_seconds)
-        left = math.inf if self._end.left is None else self._end.left
-        return min(left, math.inf if self._stop is None else self._stop.left)
+        return min(self._end.left, math.inf if self._stop is None else self._stop.left)
 
     def begin(self, one_publishes: bool) -> None:
         """Let SIGTERM end the training; if one process publishes for all, let the others wait in ``on_rank0``."""

@@ -98,19 +98,15 @@ class DeltaWeightTransfer:
         if type(replicas) is not int or replicas < 1:
             raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
         Deadline(send_seconds, "send_seconds")
-        check_adapter_options(adapter, {**options, "base": base} if base is not None else options)
+        given = options if base is None else {**options, "base": base}
+        check_adapter_options(adapter, given)
         if base is None and not adapter:
             raise UsageError("base is missing; give the checkpoint that training and servers start from")
         self._adapter = adapter_name(adapter)
         self._base, self._wait_served, self._replicas = base, wait_served, replicas
         self._stop_on_error, self._send_seconds = stop_on_error, send_seconds
         self._training = TrainingPublisher(
-            bucket,
-            options if self._adapter is not None else {**options, "base": base},
-            stop_on_error,
-            close_seconds,
-            grace_seconds,
-            (ConflictError, UsageError),
+            bucket, given, stop_on_error, close_seconds, grace_seconds, (ConflictError, UsageError)
         )
         self._sends = 0
         self._sent = False

@@ -133,7 +133,7 @@ def trace(
     cache: dict[_Node, Any] = {}
     routes: dict[str, Route] = {}
     for name, result in results.items():
-        node = recorder.node_of(result)
+        node = recorder.nodes.get(id(result))
         if node is None:
             raise ModelError(f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be traced")
         with torch.no_grad():
@@ -151,17 +151,14 @@ def trace(
 class _CallRecorder(TorchDispatchMode):
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._nodes: dict[int, _Node] = {}
+        self.nodes: dict[int, _Node] = {}
         # Ids stay unique only while their tensors live.
         self._alive: list[torch.Tensor] = []
         for name, tensor in stand_ins.items():
             self._remember(tensor, _TracedSource(name))
 
-    def node_of(self, tensor: torch.Tensor) -> _Node | None:
-        return self._nodes.get(id(tensor))
-
     def _remember(self, tensor: torch.Tensor, node: _Node) -> None:
-        self._nodes[id(tensor)] = node
+        self.nodes[id(tensor)] = node
         self._alive.append(tensor)
 
     def __torch_dispatch__(
@@ -169,7 +166,7 @@ class _CallRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        known = [self._nodes[id(leaf)] for leaf in inputs if id(leaf) in self._nodes]
+        known = [self.nodes[id(leaf)] for leaf in inputs if id(leaf) in self.nodes]
         if not known:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -182,10 +179,10 @@ class _CallRecorder(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and result.dtype != inputs[0].dtype:
             raise _untraceable(func, known, f"casts {inputs[0].dtype} to {result.dtype}")
         op = _first if func.overloadpacket in _SAME else _reshaped if func.overloadpacket in _RESHAPE else func
-        nodes = tree_map_only(torch.Tensor, lambda tensor: self._nodes[id(tensor)], (args, kwargs))
+        nodes = tree_map_only(torch.Tensor, lambda tensor: self.nodes[id(tensor)], (args, kwargs))
         call = _TracedCall(op, nodes[0], nodes[1], _names(known))
         if isinstance(result, torch.Tensor):
-            if id(result) not in self._nodes:
+            if id(result) not in self.nodes:
                 self._remember(result, call)
         else:
             for index, tensor in enumerate(result):

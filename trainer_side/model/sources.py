@@ -65,17 +65,6 @@ def live_tensors(model: ModelLike, selection: Selection | None = None) -> LiveTe
     )
 
 
-def check_unchanged(name: str, tensor: torch.Tensor, known: CheckpointTensor | None) -> None:
-    """Raise TensorMismatchError unless ``tensor`` has the shape and dtype it had at construction."""
-    if known is None:
-        raise TensorMismatchError(
-            f"tensor {name!r} was not there when the publisher was made ({tensor.dtype} {list(tensor.shape)}), and the "
-            "tensors of a run are fixed; do not yield it, or start a new run under a new URL"
-        )
-    if (tuple(tensor.shape), tensor.dtype) != (known.shape, known.dtype):
-        raise changed(name, (tuple(tensor.shape), tensor.dtype), (known.shape, known.dtype))
-
-
 class IterableTensors(LiveTensors):
     """Tensors under the names that the user yields."""
 
@@ -106,7 +95,14 @@ class IterableTensors(LiveTensors):
         for name, value in pairs(self._source()):
             seen.add(name)
             tensor = check_readable(name, value)
-            check_unchanged(name, tensor, self.tensors.get(self.aliases.get(name, name)))
+            known = self.tensors.get(self.aliases.get(name, name))
+            if known is None:
+                raise TensorMismatchError(
+                    f"tensor {name!r} was not there when the publisher was made ({tensor.dtype} {list(tensor.shape)}), "
+                    "and the tensors of a run are fixed; do not yield it, or start a new run under a new URL"
+                )
+            if (tuple(tensor.shape), tensor.dtype) != (known.shape, known.dtype):
+                raise changed(name, (tuple(tensor.shape), tensor.dtype), (known.shape, known.dtype))
             yield name, tensor
         missing = [name for name in self.tensors if name not in seen]
         if missing:

@@ -151,19 +151,15 @@ class RankCoordinator(RunWeights):
             self._group.broadcast(self._work_name, {"command": command, "argument": argument})
 
     def _execute(self, command: Command, argument: str) -> None:
-        match command:
-            case "fit":
-                self._fit(argument)
-            case "check_base":
-                self.check_base()
-            case "capture":
-                self.capture(None)
-            case "checkout":
-                self.checkout(Manifest.from_bytes(argument.encode()))
-            case "nonfinite":
-                self.nonfinite()
-            case "put_shards":
-                self.put_shards(lambda ref, path: self._bucket.put(ref.key, path))
+        calls: dict[Command, Callable[[], object]] = {
+            "fit": lambda: self._fit(argument),
+            "check_base": self.check_base,
+            "capture": lambda: self.capture(None),
+            "checkout": lambda: self.checkout(Manifest.from_bytes(argument.encode())),
+            "nonfinite": self.nonfinite,
+            "put_shards": lambda: self.put_shards(lambda ref, path: self._bucket.put(ref.key, path)),
+        }
+        calls[command]()
 
     def fit(self, run: Run) -> None:
         self.run = run
