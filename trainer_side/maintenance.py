@@ -21,6 +21,9 @@ from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import TAGS_PREFIX, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
+from vllm_delta_sync.maintenance.compact import maintain
+from vllm_delta_sync.maintenance.rolling_weights import StoppedError
 from vllm_delta_sync.maintenance.tags import delete_tag, rebase_epoch, rebase_tag, set_tag
 
 logger = guarded_logger(__name__)
@@ -117,8 +120,6 @@ class BackgroundMaintenance:
 
     def _try(self, failure: str, work: Callable[[], object]) -> bool:
         """Do the work; return whether it ended, well or with a failure that is logged, and was not stopped."""
-        from vllm_delta_sync.maintenance.rolling_weights import StoppedError
-
         if self._stop():
             return False
         try:
@@ -134,8 +135,6 @@ class BackgroundMaintenance:
         return True
 
     def _look_after(self, manifest: Manifest) -> None:
-        from vllm_delta_sync.maintenance.compact import maintain
-
         options = self._options
         maintain(
             self._reader,
@@ -148,8 +147,6 @@ class BackgroundMaintenance:
         )
 
     def _anchor(self, version: int) -> None:
-        from vllm_delta_sync.maintenance.anchor_writer import make_anchor
-
         make_anchor(self._reader, version, self._base, stop=self._stop)
 
     @cached_property

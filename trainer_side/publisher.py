@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
@@ -27,6 +27,7 @@ from trainer_side.options import (
     set_log_format,
     takes_options,
 )
+from trainer_side.ranks.coordinator import RankCoordinator
 from trainer_side.ranks.given_parts import GivenParts
 from trainer_side.result import NEVER, Deadline, PublisherStatus, PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
@@ -36,14 +37,14 @@ from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.errors import PublishTimeoutError, UsageError
+from vllm_delta_sync.fleet.fleet import Fleet, Replica
+from vllm_delta_sync.format.documents import Tag, tag_key
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.logs import guarded_logger
+from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
+from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.tensors.changes import Bits
-
-if TYPE_CHECKING:
-    from vllm_delta_sync.fleet.fleet import Replica
-    from vllm_delta_sync.format.documents import Tag
 
 logger = guarded_logger(__name__)
 
@@ -139,8 +140,6 @@ class Publisher:
                 if ranks.alone and not isinstance(model, GivenParts):
                     live = live_tensors(model, options.selection)
                     return WholeWeights(live, self._bucket, options, self._background)
-                from trainer_side.ranks.coordinator import RankCoordinator
-
                 return RankCoordinator(model, self._bucket, options, ranks.work)
 
             weights = ranks.work.on_every_rank("model", hold_weights)
@@ -321,9 +320,7 @@ class Publisher:
         with self._open(timeout) as (session, deadline):
             return session.call(self._committer.write_anchor, deadline)
 
-    def tag(
-        self, name: str, version: int | None = None, milestone: bool = False, timeout: float | None = None
-    ) -> "Tag":
+    def tag(self, name: str, version: int | None = None, milestone: bool = False, timeout: float | None = None) -> Tag:
         """Give a version a name; retention keeps it. An existing tag of that name is moved.
 
         Args:
@@ -336,8 +333,6 @@ class Publisher:
             NotFoundError: there is no such version. UsageError: the name is not valid for a tag.
             ConflictError: a run branches at the tag of that name; or as ``flush``. StoreError: the store failed.
         """
-        from vllm_delta_sync.format.documents import Tag, tag_key
-        from vllm_delta_sync.maintenance.tags import set_tag
 
         def checked_arguments() -> list[str | int | bool | None]:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
@@ -354,7 +349,7 @@ class Publisher:
                 self._maintenance.milestone(number)
         return Tag.from_bytes(text.encode())
 
-    def wait_served(self, version: int | None = None, replicas: int = 1, timeout: float = 60.0) -> "list[Replica]":
+    def wait_served(self, version: int | None = None, replicas: int = 1, timeout: float = 60.0) -> list[Replica]:
         """Wait until all servers that follow the run and have a ``receiver_id`` serve a version: see ``Fleet.wait``.
 
         Other threads may publish meanwhile.
@@ -370,8 +365,6 @@ class Publisher:
             FleetLateError: the timeout passed; the message names the servers that lag. StoreError: the store failed.
             UsageError: a number is invalid, or the publisher is closed. Other errors as ``flush``.
         """
-        from vllm_delta_sync.fleet.fleet import Fleet
-
         with self._open(timeout) as (session, deadline):
             if version is None:
                 session.wait_durable(deadline)
@@ -384,8 +377,6 @@ class Publisher:
 
     def file(self, name: str) -> bytes:
         """Return one of the small files that the run keeps (``files``), such as ``config.json``; see ``Run.file``."""
-        from vllm_delta_sync.run.model_files import read_file
-
         with self._open():
             return read_file(self._committer.run, name)
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import distributed
 
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
@@ -25,6 +24,7 @@ from trainer_side.ranks.group import (
     check_same,
     rank_in_world,
 )
+from trainer_side.ranks.shard_parts import needs_ranks
 from trainer_side.result import (
     NEVER,
     Deadline,
@@ -595,11 +595,7 @@ class PublishRecord:
 
 def ranks_of(model: ModelLike) -> RankGroups:
     """Return the ranks that publish a model together: those of the world, or this process alone."""
-    alone = True
-    if distributed.is_available() and distributed.is_initialized():
-        from trainer_side.ranks.shard_parts import needs_ranks
-
-        alone = not needs_ranks(model)
+    alone = not needs_ranks(model)
     rank = rank_in_world()
     if alone and rank:
         logger.warning(

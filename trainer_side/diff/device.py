@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer_side.diff import compare_torch
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog, PendingWrite
 from trainer_side.diff.device_memory import (
@@ -571,6 +572,4 @@ def _kernels_for(device: torch.device) -> Kernels:
         except ImportError:
             # torch's CUDA builds include Triton; without it torch operations do the same in several passes.
             pass
-    from trainer_side.diff import compare_torch
-
     return compare_torch

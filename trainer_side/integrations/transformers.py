@@ -13,6 +13,7 @@ from trainer_side.checkpoint_layouts import named_step
 from trainer_side.integrations.peft import AdapterTensors, adapter_name, adapter_publisher, check_adapter_options
 from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
+from trainer_side.ranks.shard_parts import needs_ranks
 from trainer_side.run_files import tokenizer_folder
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
@@ -106,8 +107,6 @@ class DeltaSyncCallback(TrainerCallback):
     ) -> None:
         self.close()
         model: nn.Module = kwargs["model"]
-        from trainer_side.ranks.shard_parts import needs_ranks
-
         with ExitStack() as undo:
             undo.callback(self.close)
             self._last_step = None
