@@ -38,26 +38,24 @@ Values = Callable[[Tensors], torch.Tensor]
 
 RECIPE_NAME = "recipe.yaml"
 """File in which LLM Compressor records how it made a checkpoint."""
-_EIGHT_BITS: dict[str, tuple[object, ...]] = {"num_bits": (8,), "strategy": ("tensor", "channel", "block")}
-FORMATS: dict[str, dict[str, tuple[object, ...]]] = {
+_Rules = dict[str, tuple[object, ...]]
+"""Field of the weights → values that can be repeated."""
+
+
+def _in_groups(bits: int, strategy: str, size: int, scale: torch.dtype) -> _Rules:
+    return {"num_bits": (bits,), "strategy": (strategy,), "group_size": (size,), "scale_dtype": (scale,)}
+
+
+_EIGHT_BITS: _Rules = {"num_bits": (8,), "strategy": ("tensor", "channel", "block")}
+FORMATS: dict[str, _Rules] = {
     "int-quantized": _EIGHT_BITS,
     "float-quantized": _EIGHT_BITS,
     "naive-quantized": _EIGHT_BITS,
-    "mxfp8-quantized": {"num_bits": (8,), "strategy": ("group",), "group_size": (32,), "scale_dtype": (torch.uint8,)},
-    "mxfp4-pack-quantized": {
-        "num_bits": (4,),
-        "strategy": ("group",),
-        "group_size": (32,),
-        "scale_dtype": (torch.uint8,),
-    },
-    "nvfp4-pack-quantized": {
-        "num_bits": (4,),
-        "strategy": ("tensor_group",),
-        "group_size": (16,),
-        "scale_dtype": (torch.float8_e4m3fn,),
-    },
+    "mxfp8-quantized": _in_groups(8, "group", 32, torch.uint8),
+    "mxfp4-pack-quantized": _in_groups(4, "group", 32, torch.uint8),
+    "nvfp4-pack-quantized": _in_groups(4, "tensor_group", 16, torch.float8_e4m3fn),
 }
-"""Format of compressed-tensors → field of the weights → values that can be repeated."""
+"""Format of compressed-tensors → rules."""
 OBSERVERS = ("memoryless_minmax", "static_minmax", "minmax")
 """Observers of LLM Compressor that take the extremes of a weight; they differ for activations only."""
 METHODS = ("compressed-tensors", "fp8", "modelopt", "mxfp4")
