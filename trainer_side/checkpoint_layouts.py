@@ -9,7 +9,7 @@ Trainers name a folder for each step and put the weights in it, or some folders 
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
+from vllm_delta_sync.units import listed
 
 TRAINER_STATE = "trainer_state.json"
 MAX_STEP = 2**53 - 1
@@ -24,7 +25,6 @@ MAX_DEPTH = 8
 """Levels of folders below the given one that are looked at."""
 PARENTS = 4
 """Folders above a checkpoint whose names may have its step, as in ``global_step_10/actor/huggingface``."""
-SHOWN = 3
 
 _STEP = re.compile(
     r"(?:epoch[-_]?[0-9]+[-_]?(?:epochstep[0-9]+)?)?"
@@ -195,10 +195,10 @@ def locate(path: Path) -> Path:
         return readable[0].path
     if readable:
         raise UsageError(
-            f"{str(path)!r} holds {len(readable)} checkpoints ({_listed([each.name for each in readable])}); "
+            f"{str(path)!r} holds {len(readable)} checkpoints ({listed([each.name for each in readable])}); "
             "give one of them, or --watch"
         )
-    why = "".join(f"; {each.name}: {each.reason}" for each in found[:SHOWN])
+    why = "".join(f"; {each.name}: {each.reason}" for each in found[:3])
     raise NotFoundError(f"{str(path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors can be read{why}")
 
 
@@ -213,7 +213,7 @@ def _checkpoint(
     path = holds[0].path if holds else root.joinpath(*unit)
     reason = ""
     if len(holds) > 1:
-        names = _listed([str(folder.path.relative_to(root)) for folder in holds])
+        names = listed([folder.path.relative_to(root) for folder in holds])
         reason = f"it holds {len(holds)} checkpoints ({names}); publish one with --from"
     elif not holds and says and says[0].left_out:
         reason = says[0].left_out
@@ -284,8 +284,3 @@ def _folders(root: Path) -> Iterator[_SearchedFolder]:
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a symbolic link that cannot be followed; one to weights is reported instead."""
     return entry.is_symlink() and entry.name not in (SINGLE_NAME, INDEX_NAME) and not os.path.exists(entry.path)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

@@ -41,6 +41,7 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef, Sidecar
 from vllm_delta_sync.logs import about, guarded_logger
 from vllm_delta_sync.run.checks import check_document_size, document_limit
 from vllm_delta_sync.tensors.changes import Bits
+from vllm_delta_sync.units import listed
 
 logger = guarded_logger(__name__)
 
@@ -602,5 +603,4 @@ def _log_published(manifest: Manifest, progress: PublishProgress) -> None:
 
 
 def _listed_tensors(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:5]))}{more}"
+    return f"tensor{'s' if len(names) > 1 else ''} {listed([*map(repr, names)], 5)}"

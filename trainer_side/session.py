@@ -48,6 +48,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.units import listed
 
 logger = guarded_logger(__name__)
 
@@ -188,7 +189,7 @@ class PublishSession:
                 return self._skipped_result(step, watch)
             self._raise(problem)
             if failed:
-                logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
+                logger.warning("step %d is not published: rank %s raises an error first", step, listed(failed, 8))
                 return self._skipped_result(step, watch)
             if not dirty:
                 break
@@ -301,7 +302,7 @@ class PublishSession:
         if problem is not None:
             reason = problem.message
         elif failed:
-            reason = f"rank {_listed(failed)} could not publish, and raises its error"
+            reason = f"rank {listed(failed, 8)} could not publish, and raises its error"
         elif self._busy or deadline.passed:
             reason = f"the store has not answered within {deadline}"
         else:
@@ -347,7 +348,9 @@ class PublishSession:
                 raise _late("the version under way is not durable yet", deadline)
             self._raise(problem)
             if failed:
-                raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
+                raise PublishError(
+                    f"rank {listed(failed, 8)} could not continue, and raises its error; call this again"
+                )
             if not dirty:
                 return
             self._submit_recovery()
@@ -527,10 +530,6 @@ def _agreed(reports: list[Json]) -> Json:
     check_same("exact", exact)
     ranks = [rank for rank, has_error in enumerate(failed) if has_error]
     return any(waits), any(busy), ranks, any(dirty), any(late)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
 class PublishRecord:

@@ -1,10 +1,11 @@
-"""``duration`` and ``byte_count`` read what people write: ``90s``, ``2h``, ``500MB``, ``8GiB``; ``rounded`` writes.
+"""``duration`` and ``byte_count`` read what people write: ``90s``, ``2h``, ``500MB``, ``8GiB``; ``rounded`` writes
+figures, and ``listed`` the first of many names.
 
 Numbers without a unit are seconds or bytes. Commands and settings use these, and no other parsers.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 SIZES = {
@@ -33,6 +34,12 @@ def byte_count(text: str) -> int | None:
 def rounded(value: float) -> str:
     """Format a figure with three digits, or all that stand before the point; never as 1.23e+03."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def listed(items: Sequence[object], most: int = 3) -> str:
+    """Return items with commas between them; of more than ``most`` the first ones, and how many there are besides."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def _scaled(text: str, units: Mapping[str, float], unit: str) -> float | None:

@@ -29,6 +29,7 @@ from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, read_small_file
+from vllm_delta_sync.units import listed
 
 logger = guarded_logger(__name__)
 
@@ -312,8 +313,8 @@ class Baseline:
         missing = self.absent()
         if missing:
             logger.warning(
-                "%d of the %s's %d tensors are not in the model and keep the %s's values: %s%s",
-                len(missing), source, len(self.table), source, ", ".join(missing[:5]), " …" if len(missing) > 5 else "",
+                "%d of the %s's %d tensors are not in the model and keep the %s's values: %s",
+                len(missing), source, len(self.table), source, listed(missing, 5),
             )  # fmt: skip
 
     def compare(self, base: Callable[[int], Bits], excluded: Iterable[str] = ()) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.units import listed
 
 aten = torch.ops.aten
 
@@ -203,11 +204,9 @@ def _names(nodes: list[_Node]) -> tuple[str, ...]:
 
 
 def _untraceable(func: Any, known: list[_Node], reason: str) -> ModelError:
-    names = sorted(_names(known))
-    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
     return ModelError(
-        f"the conversion of {shown} to checkpoint form cannot be traced: operation {func} {reason}; pass "
-        "an iterable of (checkpoint name, tensor) instead"
+        f"the conversion of {listed(sorted(_names(known)))} to checkpoint form cannot be traced: operation {func} "
+        f"{reason}; pass an iterable of (checkpoint name, tensor) instead"
     )
 
 

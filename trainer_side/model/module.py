@@ -28,6 +28,7 @@ from trainer_side.model.lora import LoraLayers, MergedState, has_adapters
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
+from vllm_delta_sync.units import listed
 
 logger = guarded_logger(__name__)
 
@@ -97,8 +98,9 @@ class Selection:
     def check_used(self, names: Sequence[str]) -> None:
         """Raise UsageError if a pattern or prefix has matched no name so far. Args: names: some, for the message."""
         for argument, pattern in sorted(self._unused):
-            shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-            raise UsageError(f"{argument} has {pattern!r}, which matches no tensor of the model ({shown}); correct it")
+            raise UsageError(
+                f"{argument} has {pattern!r}, which matches no tensor of the model ({listed(names)}); correct it"
+            )
 
     def _matches(self, argument: str, pattern: str, name: str) -> bool:
         found = fnmatchcase(name, pattern)

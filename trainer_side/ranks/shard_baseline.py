@@ -24,6 +24,7 @@ from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, InPlace, Matrix, Positions
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.units import listed
 
 _PIECE_ELEMENTS = 1024**2
 
@@ -239,7 +240,7 @@ def check_same_models(reports: Sequence[Mapping[str, object]]) -> None:
     ]
     if odd:
         raise ModelError(
-            f"the model of rank {', '.join(map(str, odd[:8]))} has other tensors than that of rank 0: names, shapes, "
-            "dtypes; make the same model on every rank, and give the same base=; if ranks hold different tensors, as "
-            "pipeline stages do, give parts="
+            f"the model of rank {listed(odd, 8)} has other tensors than that of rank 0: names, shapes, dtypes; make the "
+            "same model on every rank, and give the same base=; if ranks hold different tensors, as pipeline stages "
+            "do, give parts="
         )

@@ -22,6 +22,7 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 from vllm_delta_sync.tensors.torch_sharding import Index, is_sharded, local_indices, local_memory, owns, piece_of
+from vllm_delta_sync.units import listed
 
 
 @dataclass(frozen=True)
@@ -332,8 +333,6 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
     return found
 
 
-_MAX_LISTED = 8
-
 RankBox = tuple[int, Box]
 """A rank, and a box that it holds."""
 
@@ -392,5 +391,5 @@ def _overlap(pieces: Sequence[RankBox]) -> tuple[RankBox, RankBox] | None:
 
 
 def _named(spec: TensorSpec, pieces: Sequence[RankBox]) -> str:
-    named = [f"rank {rank}: {part_name(ShardPart(spec.name, box))}" for rank, box in pieces[:_MAX_LISTED]]
-    return ", ".join(named or ["no rank has any"]) + (", …" if len(pieces) > _MAX_LISTED else "")
+    named = [f"rank {rank}: {part_name(ShardPart(spec.name, box))}" for rank, box in pieces]
+    return listed(named, 8) or "no rank has any"
