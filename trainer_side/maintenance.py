@@ -6,7 +6,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -156,10 +156,8 @@ class BackgroundMaintenance:
 
 def _lower_priority() -> None:
     """Let training and publishing run first, on systems with thread priorities."""
-    try:
+    with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    except (OSError, AttributeError):
-        pass
 
 
 HEAD_THREAD_NAME = "delta-sync-head"

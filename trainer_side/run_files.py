@@ -35,7 +35,7 @@ logger = guarded_logger(__name__)
 
 def check_folder(files: str | Path | None) -> None:
     """Raise UsageError unless ``files`` is None or a folder of files that a run can keep; StoreError: unreadable."""
-    _contents_of(files, _SizeBudget())
+    _kept_of(files)
 
 
 def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
@@ -47,8 +47,7 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     Args:
         model: as of ``Publisher``. files: folder of the user. base: checkpoint that version 0 starts from.
     """
-    budget = _SizeBudget()
-    kept = _contents_of(files, budget)
+    kept = _kept_of(files)
     pretrained = transformers_model(unwrap(model)) if isinstance(model, nn.Module) else None
     with ProcessFolder() as folder:
         found = {} if base is None or not os.path.isdir(base.path) else model_files(base.path)
@@ -57,14 +56,9 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
             found |= model_files(folder.path)
         # First the files that every server needs.
         for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
-            if budget.has(name):
-                continue
-            data = _read(found[name])
-            if (reason := budget.refusal(name, len(data))) is not None:
+            if kept.known_as(name) is None and (reason := kept.add(found[name])) is not None:
                 logger.warning("the run does not keep the model's file %r: %s", name, reason)
-                continue
-            kept[name] = data
-    return kept
+    return kept.contents
 
 
 @contextmanager
@@ -83,14 +77,13 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
             found = model_files(folder.path)
         except Exception as error:  # noqa: BLE001  another library's code, and training continues without a tokenizer
             logger.warning("the run does not keep the Trainer's tokenizer, as it cannot be saved: %s", error)
-        budget = _SizeBudget()
-        for name, path in list(found.items()):
+        kept = _KeptFiles()
+        for name, path in found.items():
             # Skipped, not refused: the user did not name these files.
-            if (reason := budget.refusal(name, len(_read(path)))) is not None:
+            if (reason := kept.add(path)) is not None:
                 logger.warning("the run does not keep the Trainer's file %r: %s", name, reason)
                 path.unlink()
-                del found[name]
-        yield folder.path if found else None
+        yield folder.path if kept.contents else None
 
 
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -114,35 +107,34 @@ def check_adapter(run: Run, files: str | Path | None) -> None:
             )
 
 
-class _SizeBudget:
-    """The files chosen so far, and how much room is left."""
+class _KeptFiles:
+    """The files chosen so far: name → content."""
 
     def __init__(self) -> None:
-        # Lower case, since some file systems treat names that differ in case as one file.
-        self._names: dict[str, str] = {}
-        self._bytes = 0
+        self.contents: dict[str, bytes] = {}
 
-    def has(self, name: str) -> bool:
-        """Return whether a file of that name was chosen."""
-        return name.lower() in self._names
+    def known_as(self, name: str) -> str | None:
+        """Return the name of a file chosen; some file systems treat names that differ in case as one file."""
+        return next((known for known in self.contents if known.lower() == name.lower()), None)
 
-    def refusal(self, name: str, size: int) -> str | None:
+    def add(self, path: Path) -> str | None:
         """Choose a file and return None, or return why it cannot be kept."""
+        name, data = path.name, _read(path)
         if re.fullmatch(FILE_NAME, name) is None:
             return "its name is not 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or a digit"
-        if self.has(name):
-            return f"it differs from {self._names[name.lower()]!r} in upper and lower case only"
-        if size > MAX_RUN_FILE_BYTES:
+        if (known := self.known_as(name)) is not None:
+            return f"it differs from {known!r} in upper and lower case only"
+        if len(data) > MAX_RUN_FILE_BYTES:
             return f"it has more than {MAX_RUN_FILE_BYTES:,} bytes (MAX_RUN_FILE_BYTES)"
-        if len(self._names) == MAX_RUN_FILES:
+        if len(self.contents) == MAX_RUN_FILES:
             return f"a run keeps at most {MAX_RUN_FILES} files (MAX_RUN_FILES)"
-        if self._bytes + size > MAX_RUN_FILES_BYTES:
+        total = sum(map(len, self.contents.values())) + len(data)
+        if total > MAX_RUN_FILES_BYTES:
             return (
-                f"with it the files have {self._bytes + size:,} bytes, and all files together may have "
-                f"{MAX_RUN_FILES_BYTES:,} (MAX_RUN_FILES_BYTES)"
+                f"with it the files have {total:,} bytes, and all files together may have {MAX_RUN_FILES_BYTES:,} "
+                "(MAX_RUN_FILES_BYTES)"
             )
-        self._names[name.lower()] = name
-        self._bytes += size
+        self.contents[name] = data
         return None
 
 
@@ -166,14 +158,13 @@ def _files_in(files: str | Path) -> list[Path]:
     return found
 
 
-def _contents_of(files: str | Path | None, budget: _SizeBudget) -> dict[str, bytes]:
-    """Choose the files of a folder that the user named, and return them; UsageError: one cannot be kept."""
-    found: dict[str, bytes] = {}
+def _kept_of(files: str | Path | None) -> _KeptFiles:
+    """Choose the files of a folder that the user named; UsageError: one cannot be kept."""
+    kept = _KeptFiles()
     for path in _files_in(files) if files is not None else ():
-        found[path.name] = _read(path)
-        if (reason := budget.refusal(path.name, len(found[path.name]))) is not None:
+        if (reason := kept.add(path)) is not None:
             raise UsageError(f"files: {str(path)!r} cannot be kept: {reason}; rename it or remove it from that folder")
-    return found
+    return kept
 
 
 def _read(path: Path) -> bytes:

@@ -565,11 +565,9 @@ def _stretches(counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 def _kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
-        try:
+        # torch's CUDA builds include Triton; without it torch operations do the same in several passes.
+        with suppress(ImportError):
             from trainer_side.diff import compare_triton
 
             return compare_triton
-        except ImportError:
-            # torch's CUDA builds include Triton; without it torch operations do the same in several passes.
-            pass
     return compare_torch

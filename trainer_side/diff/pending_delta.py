@@ -2,7 +2,6 @@
 
 ``VersionChanges`` are these changes as they are encoded, read from the log and the baseline in pieces."""
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -152,6 +151,8 @@ class PendingDelta:
     After any interruption it holds enough to restore the baseline: each step is logged before the baseline is touched,
     in a form that undoes nothing if the step did not happen.
 
+    The caller's thread compares; all else, ``keep`` and ``revert`` too, is done in the publisher's background thread.
+
     Attributes:
         changed: number of elements whose bits changed, without those held back.
         compared: ids of the tensors that were compared.
@@ -167,7 +168,6 @@ class PendingDelta:
         self._on_devices: list[DeviceComparer] = []
         self._spool = ChangeSpool(MemoryLimits.of(baseline.table).log_bytes)
         self._touched: dict[ChangeLog, int] = {}  # in order of comparison
-        self._lock = threading.Lock()
         self._closed = False
         self.changed = 0
         self.sparse = False
@@ -279,15 +279,14 @@ class PendingDelta:
 
     def keep(self) -> None:
         """Keep the changes, since the version is durable: the baseline can no longer be reverted."""
-        with self._lock:
-            if self._closed:
-                return
-            known = self._baseline.fingerprints
-            # In one assignment, so that a failure in the middle changes nothing.
-            self._baseline.fingerprints = [
-                value + self.fingerprints[i] if i in self.fingerprints else value for i, value in enumerate(known)
-            ]
-            self._close()
+        if self._closed:
+            return
+        known = self._baseline.fingerprints
+        # In one assignment, so that a failure in the middle changes nothing.
+        self._baseline.fingerprints = [
+            value + self.fingerprints[i] if i in self.fingerprints else value for i, value in enumerate(known)
+        ]
+        self._close()
 
     def _close(self) -> None:
         self._closed = True
@@ -299,21 +298,20 @@ class PendingDelta:
 
         Call it where no signal handler can interrupt it: not in the main thread.
         """
-        with self._lock:
-            if self._closed:
-                return
-            # An interrupted caller may have left the detector's threads running.
-            self._detector.wait_idle()
-            for comparer in self._on_devices:
-                comparer.drop()
-            try:
-                for log, tensor in reversed(self._touched.items()):
-                    log.revert(self._baseline.buffer(tensor))
-            except Exception as error:  # noqa: BLE001  a file that cannot be read, or memory of a device that runs out
-                # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
-                self._baseline.suspect = True
-                logger.error("a version's changes could not be reverted (%s: %s)", type(error).__name__, error)
-            self._close()
+        if self._closed:
+            return
+        # An interrupted caller may have left the detector's threads running.
+        self._detector.wait_idle()
+        for comparer in self._on_devices:
+            comparer.drop()
+        try:
+            for log, tensor in reversed(self._touched.items()):
+                log.revert(self._baseline.buffer(tensor))
+        except Exception as error:  # noqa: BLE001  a file that cannot be read, or memory of a device that runs out
+            # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
+            self._baseline.suspect = True
+            logger.error("a version's changes could not be reverted (%s: %s)", type(error).__name__, error)
+        self._close()
 
     def hold_back(self, tensor: int, keep: npt.NDArray[np.bool_]) -> tuple[Bits, Bits]:
         """Revert changed elements of a tensor and drop them: the next comparison finds them again.

@@ -2,7 +2,6 @@
 
 ``RecentDeltas`` has those of the newest versions once more in codec ``plain``, for merging them without base bits."""
 
-import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -36,32 +35,28 @@ KEPT_VERSIONS = 2 * MERGE_WIDTH - 1
 
 class RecentDeltas:
     """Plain objects by version, about 1.5 bytes for each changed element; those that exceed ``loaded_bytes`` of
-    ``MemoryLimits`` are dropped, oldest first. Thread-safe."""
+    ``MemoryLimits`` are dropped, oldest first. One thread changes them, and others may read meanwhile."""
 
     def __init__(self) -> None:
         self._objects: dict[int, list[bytes]] = {}
-        self._lock = threading.Lock()
 
     def keep(self, context: DeltaContext, parts: Sequence[Changes], table: TensorTable) -> None:
         """Keep a version's changes in place of older ones. A version that was encoded before is replaced."""
-        objects = [encode(part, table, "plain", "zstd", context) for part in parts]
-        with self._lock:
-            self._objects[context.version] = objects
-            oldest = context.version - KEPT_VERSIONS
-            self._objects = {version: found for version, found in self._objects.items() if version > oldest}
-            most = MemoryLimits.of(table).loaded_bytes
-            while sum(len(data) for found in self._objects.values() for data in found) > most:
-                del self._objects[min(self._objects)]
+        oldest = context.version - KEPT_VERSIONS
+        objects = {version: found for version, found in self._objects.items() if version > oldest}
+        objects[context.version] = [encode(part, table, "plain", "zstd", context) for part in parts]
+        most = MemoryLimits.of(table).loaded_bytes
+        while sum(len(data) for found in objects.values() for data in found) > most:
+            del objects[min(objects)]
+        self._objects = objects
 
     def drop(self, version: int) -> None:
         """Forget a version."""
-        with self._lock:
-            self._objects.pop(version, None)
+        self._objects.pop(version, None)
 
     def of(self, version: int) -> list[bytes] | None:
         """Return a version's objects, or None if they are not kept."""
-        with self._lock:
-            return self._objects.get(version)
+        return self._objects.get(version)
 
 
 EncodedObject = tuple[ObjectRef, bytes | Path]
