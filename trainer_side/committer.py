@@ -37,7 +37,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef, Sidecar
+from vllm_delta_sync.format.manifest import Manifest, Sidecar
 from vllm_delta_sync.logs import about, guarded_logger
 from vllm_delta_sync.run.checks import check_document_size, document_limit
 from vllm_delta_sync.tensors.changes import Bits
@@ -350,7 +350,12 @@ class Committer:
         if failed is not None:
             return {"outcome": "failed", **failed}
         try:
-            manifest = self._options.keyring.signed(self._manifest(reports, step, own, progress))
+            unsigned = manifests.delta(
+                self.newest, self.current, reports, (own.codec, self._options.compression), progress.quarantined,
+                step=step, epoch=self.writer.epoch, sidecars=[item for item, _ in own.sidecars],
+                held_back=progress.held_back,
+            )  # fmt: skip
+            manifest = self._options.keyring.signed(unsigned)
             text = _text(manifest)
             self.writer.commit(manifest)
         except Exception as error:  # other ranks wait for an answer; ``_apply_outcome`` raises it here
@@ -367,16 +372,6 @@ class Committer:
                 case _:
                     return {"outcome": "failed", "rank": 0, "error": error_document(error)}
         return {"outcome": "committed", "manifest": text, "found": sum(item["found"] for item in reports)}
-
-    def _manifest(self, reports: list[Json], step: int, own: _RankContents, progress: PublishProgress) -> Manifest:
-        objects = [ObjectRef(**ref) for item in reports for ref in item["objects"]]
-        changed = sum(item["changed"] for item in reports)
-        change = sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint())
-        reversible = all(item["reversible"] for item in reports)
-        return manifests.delta(
-            self.newest, self.current, step, (own.codec, self._options.compression), objects, changed, change,
-            reversible, self.writer.epoch, progress.quarantined, [item for item, _ in own.sidecars], progress.held_back,
-        )  # fmt: skip
 
     def _apply_outcome(self, answer: Json, pending: PendingDelta, own: _RankContents, version: int, step: int) -> None:
         """Apply the outcome of a commit on this rank; raise unless it succeeded."""

@@ -1,4 +1,4 @@
-"""Manifests of versions (``full``, ``delta``, ``restart_anchor``), and the files of an anchor."""
+"""Manifests of versions (``full``, ``delta``), and the files of an anchor."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Base, Break, HeldBack, Manifest, ObjectRef, Quarantine, Sidecar
+from vllm_delta_sync.format.manifest import Base, Break, Manifest, ObjectRef, Quarantine
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
@@ -125,98 +125,66 @@ def full(
     )
 
 
-def restart_anchor(
-    run: str,
-    state: FullState,
-    objects: list[ObjectRef],
-    version: int,
-    parent: str,
-    newest_good: Manifest | None,
-    epoch: int,
-    reasons: Sequence[str] = (),
-) -> Manifest:
-    """Return a version with all tensors, after versions that cannot be read.
-
-    Args:
-        parent: digest of the previous version's manifest as it is stored.
-        newest_good: the newest version whose manifest is good. reasons: why this version is quarantined, if it is.
-    """
-    breaks = _with_break([] if newest_good is None else newest_good.breaks, version, None)
-    return full(
-        run, state, objects, None, version, step=0 if newest_good is None else newest_good.step, parent=parent,
-        epoch=epoch, breaks=breaks, quarantine=_quarantine(reasons, newest_good),
-    )  # fmt: skip
-
-
 def check_breaks(breaks: list[Break]) -> None:
     """Raise LimitError if a run with these breaks cannot have another one."""
     if len(breaks) >= limits.MAX_BREAKS:
         raise LimitError(f"the run has {len(breaks)} breaks (MAX_BREAKS); branch it, or start a new run")
 
 
-def _with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
+def with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
+    """Return the breaks of a run up to a version that builds on an earlier one, or on none; raises as above."""
     check_breaks(breaks)
     return [*breaks, Break(version=version, base_version=base_version)]
 
 
-def _quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine | None:
+def quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine | None:
+    """Return why a version is quarantined; None without reasons. Args: before: the newest good version before it."""
     sound = None if before is None else before.sound
     return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
 
 
 def delta(
-    parent: Manifest,
-    base: Manifest,
-    step: int,
-    coding: tuple[Codec, Compression],
-    objects: list[ObjectRef],
-    changed: int,
-    change: Fingerprint,
-    reversible: bool,
-    epoch: int,
-    reasons: Sequence[str] = (),
-    sidecars: Sequence[Sidecar] = (),
-    held_back: HeldBack | None = None,
-) -> Manifest:
+    parent: Manifest, base: Manifest, reports: list[Any], coding: tuple[Codec, Compression], reasons: Sequence[str],
+    **members: Any,
+) -> Manifest:  # fmt: skip
     """Return the version after ``parent``.
 
     Args:
         base: the version that the objects change; if it is not ``parent``, the run gets a break.
-        coding: of the objects.
-        objects: empty if nothing changed. changed, change, reversible: elements that they contain together, what these
-            add to the fingerprint, and whether they can be reverted.
-        reasons: why the version is quarantined, if it is. sidecars: stored with it.
-        held_back: how far it is from the trainer's weights; None if it is exact.
+        reports: of each rank, what it has stored: ``objects``, none if nothing changed; ``changed``, ``fingerprint``
+            and ``reversible``: elements in them, what these add to the fingerprint, and whether they can be reverted.
+        coding: of the objects. reasons: why the version is quarantined, if it is.
+        members: of the manifest: ``step``, ``epoch``, ``sidecars`` and ``held_back``.
 
     Raises:
         LimitError: the run has too many breaks.
     """
+    objects = [ObjectRef(**ref) for item in reports for ref in item["objects"]]
+    change = sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint())
+    reversible = all(item["reversible"] for item in reports)
     codec, compression = coding
     version, breaks = parent.version + 1, parent.breaks
     if base.version != parent.version:
-        breaks = _with_break(breaks, version, base.version)
+        breaks = with_break(breaks, version, base.version)
     return Manifest(
         run=parent.run,
         version=version,
-        step=step,
         kind="delta",
         base_version=base.version,
         parent=parent.digest,
         breaks=breaks,
         # Codec tiled needs the base bits to decode, which is just what a revert has to produce.
         reversible=reversible and not (objects and codec in BASE_CODECS),
-        epoch=epoch,
-        quarantine=_quarantine(reasons, parent),
+        quarantine=quarantine(reasons, parent),
         codec=codec if objects else None,
         compression=(compression if codec in RELATIVE_CODECS else "none") if objects else None,
         requires=required_features(codec, compression) if objects else [],
         objects=objects,
-        sidecars=list(sidecars),
-        held_back=held_back,
-        changed=changed,
+        changed=sum(item["changed"] for item in reports),
         total=parent.total,
         payload_bytes=sum(ref.bytes for ref in objects),
         full_bytes=parent.full_bytes,
         fingerprint=(base.model_fingerprint + change).hex(),
         created_at=timestamp(),
+        **members,
     )

@@ -382,9 +382,11 @@ class Takeover:
         writer = self._writer(None)
         state, objects = self._weights.put_shards(writer.put)
         for _ in range(_ATTEMPTS):
-            anchor = manifests.restart_anchor(
-                writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch,
-                self._reasons,
+            good, version = found.manifest, found.version + 1
+            anchor = manifests.full(
+                writer.run, state, objects, version=version, step=0 if good is None else good.step,
+                parent=found.digest, epoch=self._epoch, quarantine=manifests.quarantine(self._reasons, good),
+                breaks=manifests.with_break([] if good is None else good.breaks, version, None),
             )  # fmt: skip
             manifest = self._run.keyring.signed(anchor)
             try:
