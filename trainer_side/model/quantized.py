@@ -58,7 +58,6 @@ FORMATS: dict[str, _Rules] = {
 """Format of compressed-tensors → rules."""
 OBSERVERS = ("memoryless_minmax", "static_minmax", "minmax")
 """Observers of LLM Compressor that take the extremes of a weight; they differ for activations only."""
-METHODS = ("compressed-tensors", "fp8", "modelopt", "mxfp4")
 
 _INSTEAD = (
     "give a base that was quantized from its weights alone (docs/quantized.md), or publish an iterable of (checkpoint "
@@ -90,17 +89,16 @@ def quantized(
     _check_tensors(live, names, specs)
     if folder is not None:
         _check_modifiers(folder / RECIPE_NAME)
-    method, dtype = recipe.get("quant_method"), _dtype_of(document)
-    if method == "compressed-tensors":
-        found = _compressed_tensors(recipe, names, specs, dtype)
-    elif method == "fp8":
-        found = _fine_grained_fp8(recipe, names, specs, dtype)
-    elif method == "modelopt":
-        found = _modelopt(recipe, names, specs, dtype)
-    elif method == "mxfp4":
-        found = _stacked_mxfp4(names, specs, dtype)
-    else:
-        _refuse("quant_method", method, f"and only {', '.join(map(repr, METHODS))} can be repeated")
+    methods = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fine_grained_fp8,
+        "modelopt": _modelopt,
+        "mxfp4": _stacked_mxfp4,
+    }
+    method = recipe.get("quant_method")
+    if str(method) not in methods:
+        _refuse("quant_method", method, f"and only {', '.join(map(repr, methods))} can be repeated")
+    found = methods[str(method)](recipe, names, specs, _dtype_of(document))
     return QuantizedTensors(live, specs, found, None if folder is None else Checkpoint(folder))
 
 
@@ -512,7 +510,7 @@ def _modelopt(
 
 
 def _stacked_mxfp4(
-    names: list[str], specs: Mapping[str, TensorSpec], dtype: torch.dtype | None
+    document: Mapping[str, Any], names: list[str], specs: Mapping[str, TensorSpec], dtype: torch.dtype | None
 ) -> dict[str, WeightRecipe]:
     suffixes = ("_blocks", "_scales")
 

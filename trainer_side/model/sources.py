@@ -47,8 +47,6 @@ def live_tensors(model: ModelLike, selection: Selection | None = None) -> LiveTe
         model.select(selection)
     if isinstance(model, LiveTensors):
         return model
-    if isinstance(model, Mapping):
-        return IterableTensors(model.items)
     if isinstance(model, Iterator):
         raise UsageError(
             "the model is an iterator, which can be read only once; pass a list of (name, tensor), or a "
@@ -68,7 +66,7 @@ def live_tensors(model: ModelLike, selection: Selection | None = None) -> LiveTe
 class IterableTensors(LiveTensors):
     """Tensors under the names that the user yields."""
 
-    def __init__(self, source: Callable[[], NamedTensors]) -> None:
+    def __init__(self, source: Callable[[], Mapping[str, torch.Tensor] | NamedTensors]) -> None:
         self._source = source
         self.tensors = {}
         self.aliases = {}

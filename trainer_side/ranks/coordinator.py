@@ -17,6 +17,7 @@ from torch import nn
 from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.manifests import FullState, Put, Shards
+from trainer_side.model.live_tensors import read_to_end
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import PublisherOptions
 from trainer_side.ranks.given_parts import GivenParts
@@ -284,12 +285,9 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
                     continue
                 tensors = _gathered(group, baseline, table, room)
                 try:
-                    try:
+                    with read_to_end(tensors):  # the others keep sending
                         if failure is None:
                             own.append((number, files.add(table, tensors)))
-                    finally:
-                        for _ in tensors:  # the others keep sending
-                            pass
                 except LostRankError:
                     raise
                 except Exception as error:  # noqa: BLE001 - raised below, once no rank waits for this one

@@ -85,18 +85,15 @@ class ProcessGroup:
         self._group: distributed.ProcessGroup | None = None
         self.rank, self.size, self.alone = 0, 1, alone
         if not alone:
-            self._join_world()
+            try:
+                self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+            except RuntimeError as error:
+                raise LostRankError(
+                    f"not all ranks have come together in {seconds:.0f} s ({_reason(error)}): every rank of the world "
+                    "has to make the publisher, with the model that is sharded over them"
+                ) from error
+            self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.is_rank0 = self.rank == 0
-
-    def _join_world(self) -> None:
-        try:
-            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
-        except RuntimeError as error:
-            raise LostRankError(
-                f"not all ranks have come together in {self._seconds:.0f} s ({_reason(error)}): every rank of the "
-                "world has to make the publisher, with the model that is sharded over them"
-            ) from error
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     # Collective calls
 
