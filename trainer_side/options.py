@@ -1,6 +1,7 @@
 """``PublisherOptions``: the arguments of a publisher, checked; the update gate's bounds ``Gate``, and ``Budget``."""
 
 import logging
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -323,26 +324,23 @@ def set_log_format() -> None:
 
 def check_step(step: int) -> int:
     """Return the optimizer step as an int; raise UsageError if it is invalid."""
-    number = _integer(step)
-    if isinstance(step, bool) or not 0 <= number < 2**53:
-        raise UsageError(f"step is {step!r}; give the optimizer step as an integer from 0 to 2^53 - 1")
-    return number
+    return _checked("step", step, 2**53, "the optimizer step as an integer from 0 to 2^53 - 1")
 
 
 def check_version(version: int) -> int:
     """Return a version number as an int; raise UsageError if it is invalid."""
-    number = _integer(version)
-    if isinstance(version, bool) or number < 0:
-        raise UsageError(f"version is {version!r}; give the number of a version")
-    return number
+    return _checked("version", version, math.inf, "the number of a version")
 
 
-def _integer(value: int) -> int:
-    """Return the value of an integer of any kind, such as numpy's; -1 for anything else."""
+def _checked(name: str, value: int, below: float, wanted: str) -> int:
+    """Return the value of an integer of any kind, such as numpy's; raise UsageError for anything else."""
     try:
-        return operator.index(value)
+        number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        return -1
+        number = -1
+    if not 0 <= number < below:
+        raise UsageError(f"{name} is {value!r}; give {wanted}")
+    return number
 
 
 def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:

@@ -13,13 +13,7 @@ from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import confirm_created, exists, has_content
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.errors import (
-    ConflictError,
-    DeltaSyncError,
-    DigestError,
-    LimitError,
-    NotFoundError,
-)
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, DigestError, LimitError, NotFoundError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.manifest import (

@@ -16,14 +16,7 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Budget, Gate, PublisherOptions, SidecarData, check_step, checked_sidecars
-from trainer_side.ranks.group import (
-    Json,
-    LostRankError,
-    ProcessGroup,
-    RankGroups,
-    check_same,
-    rank_in_world,
-)
+from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, RankGroups, check_same, rank_in_world
 from trainer_side.ranks.shard_parts import needs_ranks
 from trainer_side.result import (
     NEVER,
@@ -37,14 +30,7 @@ from trainer_side.result import (
 )
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import UncertainError
-from vllm_delta_sync.errors import (
-    DeltaSyncError,
-    GateError,
-    PublishError,
-    PublishTimeoutError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.errors import DeltaSyncError, GateError, PublishError, PublishTimeoutError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.trust import Keyring

@@ -330,19 +330,17 @@ class Takeover:
 
     def _continue(self, head: Manifest) -> OpenedRun:
         """Continue from the newest version, which ``weights`` holds."""
-        writer = self._writer(head)
+        writer = self._writer()
+        writer.set_newest(head)
         writer.update_head()
         logger.info(
             "run %s continues from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
         return OpenedRun(self._weights, writer, head)
 
-    def _writer(self, newest: Manifest | None) -> RunWriter:
+    def _writer(self) -> RunWriter:
         limit = self._run.document_limit
-        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options, limit, self._claim)
-        if newest is not None:
-            writer.set_newest(newest)
-        return writer
+        return RunWriter(self._bucket, self._run.info, self._epoch, self._options, limit, self._claim)
 
     # If the newest version is lost
 
@@ -379,7 +377,7 @@ class Takeover:
 
     def _start_over(self, found: HistoryTail) -> OpenedRun:
         """Commit the weights that ``_capture_instead`` copied as a full snapshot after the lost version."""
-        writer = self._writer(None)
+        writer = self._writer()
         state, objects = self._weights.put_shards(writer.put)
         for _ in range(_ATTEMPTS):
             good, version = found.manifest, found.version + 1
@@ -397,7 +395,7 @@ class Takeover:
                 if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch):
                     raise
                 # The former writer's last commit arrived in between.
-                writer = self._writer(None)
+                writer = self._writer()
                 continue
             writer.announce()
             return OpenedRun(self._weights, writer, manifest)

@@ -31,15 +31,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import claim_key
-from vllm_delta_sync.format.manifest import (
-    HEAD_KEY,
-    RUN_KEY,
-    Head,
-    Manifest,
-    RunInfo,
-    Stored,
-    version_key,
-)
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, RunInfo, Stored, version_key
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.trust.keyring import make_head

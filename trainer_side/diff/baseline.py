@@ -8,14 +8,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from trainer_side.diff.buffers import (
-    BaselineBuffer,
-    BaselineLocation,
-    DeviceBuffer,
-    HostBuffer,
-    HostSlab,
-    move_buffer,
-)
+from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, HostSlab, move_buffer
 from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
 from trainer_side.model.live_tensors import LiveTensors

@@ -151,10 +151,9 @@ class Detector:
 
     def on_device(self, device: torch.device, table: TensorTable) -> DeviceComparer:
         """Return what compares tensors on a device. Args: table: of all that is published."""
-        comparer = self._devices.get(device)
-        if comparer is None:
-            comparer = self._devices[device] = DeviceComparer(open_queue(device), table)
-        return comparer
+        if device not in self._devices:
+            self._devices[device] = DeviceComparer(open_queue(device), table)
+        return self._devices[device]
 
     def wait_idle(self) -> None:
         """Wait until none of its threads or devices is comparing; call it after an interrupted ``collect``."""

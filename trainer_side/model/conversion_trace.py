@@ -24,14 +24,7 @@ aten = torch.ops.aten
 # Copies and aliases: the result has the elements of the first argument at the same logical indices.
 _SAME = {aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh, aten._to_copy}
 # A new shape over the same elements in row-major order, whatever the layout in memory.
-_RESHAPE = {
-    aten.view,
-    aten._unsafe_view,
-    aten.reshape,
-    aten._reshape_alias,
-    aten._reshape_copy,
-    aten.view_copy,
-}
+_RESHAPE = {aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten._reshape_copy, aten.view_copy}
 # Moves between logical indices, independent of the layout in memory: safe to replay on another layout.
 _MOVE = {
     aten.cat, aten.stack, aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.select,
