@@ -609,10 +609,9 @@ class CheckpointWatcher:
 
     def _poll(self) -> Iterator[PublishedCheckpoint]:
         before, self._seen = self._seen, self._scan()
-        self._done = {name: found for name, found in self._done.items() if name in self._seen}
-        self._unreadable = {name: found for name, found in self._unreadable.items() if name in self._seen}
-        self.refused = {name: reason for name, reason in self.refused.items() if name in self._seen}
-        self.left_out = {name: reason for name, reason in self.left_out.items() if name in self._seen}
+        for known in (self._done, self._unreadable, self.refused, self.left_out):
+            for name in known.keys() - self._seen.keys():
+                del known[name]
         settled = [each for name, each in self._seen.items() if before.get(name) == each != self._done.get(name)]
         ready = []
         for found in settled:

@@ -211,22 +211,21 @@ def _checkpoint(
 ) -> FoundCheckpoint:
     """Return what is known of one unit. Args: holds, says: those of its folders with weights, and with other files."""
     path = holds[0].path if holds else root.joinpath(*unit)
-    reason = ""
     if len(holds) > 1:
         names = listed([folder.path.relative_to(root) for folder in holds])
         reason = f"it holds {len(holds)} checkpoints ({names}); publish one with --from"
-    elif not holds and says and says[0].left_out:
+    elif holds:
+        reason = "" if unit else "it is the searched folder itself; publish it with --from"
+    elif says and says[0].left_out:
         reason = says[0].left_out
-    elif not holds and says and (weights := says[0].unreadable_weights) is not None:
-        name = "/".join((*says[0].parts[len(unit) :], weights))
+    elif says:
+        name = "/".join((*says[0].parts[len(unit) :], str(says[0].unreadable_weights)))
         reason = (
             f"{name} is not of the form that can be read ({SINGLE_NAME}, or {INDEX_NAME} and its files); if it is "
             "still being written, wait; otherwise docs/publish.md says what each trainer has to save"
         )
-    elif not holds:
+    else:
         reason = f"it holds no weights; only safetensors can be read ({SINGLE_NAME}, or {INDEX_NAME} and its files)"
-    elif not unit:
-        reason = "it is the searched folder itself; publish it with --from"
     named = [step for name in unit if (step := named_step(name)) is not None]
     state = tuple(
         sorted(

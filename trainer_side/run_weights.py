@@ -53,10 +53,13 @@ class RunWeights(Protocol):
     baseline: Baseline
     table: TensorTable
     places: Sequence[tuple[int, Box]]
+    _bucket: Bucket
+    _options: PublisherOptions
 
-    @property
+    @cached_property
     def run(self) -> Run:
         """The run, for reading."""
+        return Run(self._bucket, self._options.keyring)
 
     def begin(self) -> tuple[manifests.FullState, str | None]:
         """Capture the weights of a new run, and compare them with ``base``; every rank calls it.
@@ -130,10 +133,6 @@ class WholeWeights(RunWeights):
         self.live = live
         self.base: str | Path | None = None
         self._bucket, self._options, self._background = bucket, options, background
-
-    @cached_property
-    def run(self) -> Run:
-        return Run(self._bucket, self._options.keyring)
 
     def _hold(self, baseline: Baseline) -> None:
         self.baseline, self.table = baseline, baseline.table

@@ -137,15 +137,13 @@ class UpdateGate:
         if not exceeded:
             return []
 
-        def by_tensor() -> Json:
-            measured = self._measured(verdict)
-            return [[*self._by_tensor(measured[check]).items()] for check in exceeded]
-
-        def worst_of_all(reports: list[Json]) -> Json:
-            return [_worst(added_rows(rows)) for rows in zip(*reports, strict=True)]
-
         # In a second question, since a model may have many tensors, and most versions pass.
-        worst = self._group.reduce_on_rank0("gate: reasons", by_tensor, worst_of_all)
+        measured = self._measured(verdict)
+        worst = self._group.reduce_on_rank0(
+            "gate: reasons",
+            lambda: [[*self._by_tensor(measured[check]).items()] for check in exceeded],
+            lambda reports: [_worst(added_rows(rows)) for rows in zip(*reports, strict=True)],
+        )
         texts = self._nonfinite_reason, self._share_reason, self._norm_reason
         reasons = [texts[check](sums, *most)[:MAX_REASON_CHARS] for check, most in zip(exceeded, worst, strict=True)]
         verdict.reasons = reasons

@@ -7,7 +7,6 @@ Where rank 0's code reads or writes weights it sends a command, which every rank
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,10 +80,6 @@ class RankCoordinator(RunWeights):
         self.base: str | Path | None = None
         self._bucket, self._options, self._group = bucket, options, group
         self._work_name = ""
-
-    @cached_property
-    def run(self) -> Run:
-        return Run(self._bucket, self._options.keyring)
 
     def _hold(self, shards: ShardBaseline) -> None:
         self._shards, self.baseline, self.table, self.places = shards, shards.parts, shards.whole, shards.boxes
