@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -142,10 +143,8 @@ class RunWriter:
         """Begin the checks that the next ``commit`` needs, so that they do not wait for the objects to be stored."""
         self._early_check = None
         if is_remote(self._bucket.url) and self._bucket.supports_conditional_put:
-            try:
+            with suppress(RuntimeError):  # there are too many threads: ``commit`` makes the checks
                 self._early_check = time.monotonic(), start_call(self.check_not_fenced)
-            except RuntimeError:
-                pass  # there are too many threads: ``commit`` makes the checks
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: when this returns, the version is durable and ``newest``.

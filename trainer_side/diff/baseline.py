@@ -95,6 +95,7 @@ class Baseline:
         location: where the bits are kept. ``device`` concerns live tensors on a device; others are on the host.
         table: the run's tensors.
         targets_of: live tensor name (aliases included) → ids of the tensors that get its values.
+        partial: ids of tensors of which other ranks hold the rest; no version carries them in full.
         suspect: the bits may be damaged, and are compared with what was published before the next comparison.
         cuda_devices: those that live tensors are on, as far as is known.
         fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``replace``.
@@ -113,7 +114,7 @@ class Baseline:
 
         Args:
             names: live tensor name → names in the table.
-            partial: ids of tensors of which other ranks hold the rest.
+            partial: see the attribute.
         """
         self.location = location
         self.table = table
@@ -122,7 +123,7 @@ class Baseline:
         self.cuda_devices: set[torch.device] = set()
         self.suspect = False
         self.fingerprints: list[Fingerprint] = []
-        self._partial = frozenset(partial)
+        self.partial = frozenset(partial)
         self._checkpoint = checkpoint
         self._buffers: list[BaselineBuffer | None] = [None] * len(table)
         self._slab: HostSlab | None = None
@@ -334,10 +335,6 @@ class Baseline:
 
     def _ids(self, live_names: Iterable[str]) -> set[int]:
         return {tensor for name in live_names for tensor in self.targets_of.get(name, ())}
-
-    def may_send_in_full(self, tensor: int) -> bool:
-        """Return whether a version may carry all bits of a tensor rather than its changes: in one object."""
-        return tensor not in self._partial
 
     def close(self) -> None:
         """Unpin host memory, which can still be read, and give up that of devices."""

@@ -6,7 +6,7 @@ and up to 63 between two of them."""
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import numpy as np
@@ -199,11 +199,9 @@ def _register(memory: np.ndarray, device: torch.device) -> str | None:
         code = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
         if code == 0:
             return None
-        try:
-            # CUDA reports the error once more, at the next kernel, which would be one of the trainer's.
+        # CUDA reports the error once more, at the next kernel, which would be one of the trainer's.
+        with suppress(RuntimeError):
             torch.ones(1, device=device)
-        except RuntimeError:
-            pass
     return f"cudaHostRegister returned {code}"
 
 

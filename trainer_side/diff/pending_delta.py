@@ -378,7 +378,7 @@ class PendingDelta:
         # Decided here and not during the comparison, since training waits for that.
         for log, tensor in self._touched.items():
             new_bits = partial(self._baseline.read, tensor)
-            may_be_full = not self.sparse and self._baseline.may_send_in_full(tensor)
+            may_be_full = not self.sparse and tensor not in self._baseline.partial
             if may_be_full and full_is_smaller(changes.table[tensor], log, self._codec, self._compression, new_bits):
                 changes.full.append(FullTensor(tensor, new_bits))
             else:

@@ -59,7 +59,7 @@ def compressed_tensors_fp4(args: Any) -> Callable[[torch.Tensor, torch.Tensor], 
     is_nvfp4 = args.strategy == "tensor_group"
 
     def quantize(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
-        groups = _groups(weight, args.group_size)
+        groups = weight.unflatten(-1, (-1, args.group_size))
         global_scale = generate_gparam(-largest, largest) if is_nvfp4 else None
         scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale)
         scale = scale.to(weight.dtype)  # the library keeps it in a parameter of the weight's dtype
@@ -74,7 +74,7 @@ def compressed_tensors_fp4(args: Any) -> Callable[[torch.Tensor, torch.Tensor], 
 
 def modelopt_nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
     """Quantize as ModelOpt exports NVFP4 (``modelopt/torch/quantization/qtensor/nvfp4_tensor.py``)."""
-    groups = _groups(weight, 16)
+    groups = weight.unflatten(-1, (-1, 16))
     global_scale = largest.float() / (E2M1_MAX * E4M3_MAX)
     scale = groups.abs().amax(-1).float() / (E2M1_MAX * global_scale)
     scale = torch.where(scale == 0, 1.0, scale).clamp(2**-9, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -89,7 +89,7 @@ def stacked_mxfp4(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
     """
     blocks, scales = [], []
     for expert in weight.transpose(1, 2):
-        groups = _groups(expert.float(), 32)
+        groups = expert.float().unflatten(-1, (-1, 32))
         bits = (groups.abs().amax(-1) / E2M1_MAX).view(torch.int32)
         exponent = ((bits + 0x7FFFFF) >> 23) & 0xFF
         step = (exponent << 23).view(torch.float32)
@@ -124,10 +124,6 @@ def largest_of(name: str, weight: torch.Tensor) -> torch.Tensor:
             "that made them, and publish weights from before it"
         )
     return largest
-
-
-def _groups(weight: torch.Tensor, size: int) -> torch.Tensor:
-    return weight.unflatten(-1, (-1, size))
 
 
 def _pack(groups: torch.Tensor, steps: torch.Tensor, ties_to_even: bool = True) -> torch.Tensor:
