@@ -358,7 +358,7 @@ class Trial:
             return
         assert (at_rest.host, at_rest.device) == (0, 0)
         assert self.nbytes <= at_rest.pinned <= 1.03 * self.nbytes
-        held = torch.from_numpy(baseline.bits(0).view(np.int16))
+        held = torch.from_numpy(baseline.read(0).view(np.int16))
         assert held.is_pinned(), "the baseline is not pinned"
         publisher.close()
         assert not held.is_pinned(), "the baseline is still pinned after close"
