@@ -240,7 +240,7 @@ def check_same_models(reports: Sequence[Mapping[str, object]]) -> None:
     ]
     if odd:
         raise ModelError(
-            f"the model of rank {listed(odd, 8)} has other tensors than that of rank 0: names, shapes, dtypes; make the "
-            "same model on every rank, and give the same base=; if ranks hold different tensors, as pipeline stages "
-            "do, give parts="
+            f"the model of rank {listed(odd, 8)} has other tensors than that of rank 0: names, shapes, dtypes; make "
+            "the same model on every rank, and give the same base=; if ranks hold different tensors, as pipeline "
+            "stages do, give parts="
         )
