@@ -358,7 +358,7 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
     assert now == right, next(name for name in right if now.get(name) != right[name])
     event("exact" if routes.reload_units is None else "exact, loaded again")
     if routes.reload_units is not None:
-        assert routes.reload_units.up_to_date(routes.reload_units.tensors) == set(routes.reload_units.tensors)
+        assert not routes.reload_units.stale(routes.reload_units.tensors)
     apply_patch(patch, routes, reverse=True)
     assert model.everything() == held
     assert [found[:1] for found in routes.fingerprint_routes(tensors)] == gathered

@@ -16,7 +16,7 @@ import torch
 from vllm_delta_sync.engine.model.device_batch import Batch
 from vllm_delta_sync.engine.model.device_patch import is_on_device
 from vllm_delta_sync.engine.model.patch import HostBatch, StagedPatch
-from vllm_delta_sync.engine.model.route import DensePatch, region_view
+from vllm_delta_sync.engine.model.route import DensePatch, Region, region_view, split_regions
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.errors import EngineError
@@ -28,8 +28,6 @@ EXCHANGE_ELEMENTS = 1 << 22
 """Elements that are exchanged at a time in host memory: bounds scratch memory."""
 
 GroupChanges = dict[int, Fingerprint]
-Exchange = Callable[[torch.Tensor, torch.Tensor], None]
-
 Step = HostBatch | Batch | DensePatch
 
 
@@ -82,7 +80,7 @@ def _apply_step(step: Step, patch: StagedPatch, routes: RouteMap, reverse: bool)
     if isinstance(step, HostBatch):
         return step.apply(reverse)
     if isinstance(step, DensePatch):
-        _exchange_tensor(step, routes)
+        _exchange(step, routes)
     elif patch.on_device is not None:
         patch.on_device.apply(step, reverse)
     return {}
@@ -102,37 +100,24 @@ def compile_kernels(elements: Iterable[DType], wide: bool = False) -> None:
         kernels.commit_each(addresses, nothing, *types, *order_masks(element), True, False, sums)
 
 
-def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
+def _exchange(dense: DensePatch, routes: RouteMap) -> None:
+    """Exchange the elements of a route and of its patch, whole or not at all."""
+    destination, accelerator = routes.destinations[dense.route.destination], routes.memory.accelerator
+    if accelerator is not None and is_on_device(destination, routes):
+        workspace = accelerator.workspace
+        exchange, most = workspace.exchange, workspace.nbytes // 2 // dense.data.element_size()
+    else:
+        exchange, most = _exchange_on_host, EXCHANGE_ELEMENTS
     done: list[Callable[[], None]] = []
     try:
-        for route, buffer in dense.exchanges:
-            destination, accelerator = routes.destinations[route.destination], routes.memory.accelerator
-            view = region_view(destination.flat, route.target)
-            if accelerator is not None and is_on_device(destination, routes):
-                workspace = accelerator.workspace
-                _exchange_rows(view, buffer, workspace.exchange, workspace.nbytes // 2 // view.element_size(), done)
-            else:
-                _exchange_rows(view, buffer, _exchange_on_host, EXCHANGE_ELEMENTS, done)
+        whole = Region(0, dense.data.shape, dense.data.stride())
+        for staged, live in split_regions(whole, dense.route.target, most):
+            swap = partial(exchange, region_view(destination.flat, live), region_view(dense.data, staged))
+            swap()
+            done.append(swap)
     except BaseException as error:  # including interrupts: half a tensor must not remain
         undo_writes(reversed(done), "half a tensor", error)
         raise
-
-
-def _exchange_rows(
-    view: torch.Tensor, buffer: torch.Tensor, exchange: Exchange, most: int, done: list[Callable[[], None]]
-) -> None:
-    """Exchange the contents of a view and a buffer of the same shape, at most ``most`` elements at a time."""
-    if view.dim() == 0:
-        view, buffer = view.view(1), buffer.view(1)
-    if view.dim() > 1 and view[0].numel() > most:
-        for row in range(view.shape[0]):
-            _exchange_rows(view[row], buffer[row], exchange, most, done)
-        return
-    rows = max(1, most * view.shape[0] // max(1, view.numel()))
-    for start in range(0, view.shape[0], rows):
-        swap = partial(exchange, view[start : start + rows], buffer[start : start + rows])
-        swap()
-        done.append(swap)
 
 
 def _exchange_on_host(live: torch.Tensor, staged: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device, stage_on_device
 from vllm_delta_sync.engine.model.route import (
@@ -22,14 +21,13 @@ from vllm_delta_sync.engine.model.route import (
     Route,
     RoutePatch,
     SparsePatch,
-    region_view,
+    signed_view,
 )
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import FingerprintError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
 from vllm_delta_sync.format.table import DType
 from vllm_delta_sync.tensors.changes import Bits, Full, Positions, Sparse, order_masks
-from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
 class HostBatch:
@@ -115,15 +113,13 @@ class StagedPatch:
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        parts: list[SparsePatch | RoutePatch | DensePatch] = [*self.sparse, *self.routed, *self.dense]
-        return sum(part.nbytes for part in parts)
+        return sum(patch.nbytes for patches in (self.sparse, self.routed, self.dense) for patch in patches)
 
     @property
     def elements(self) -> int:
         """Number of elements that a commit writes on this rank."""
-        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.exchanges)
-        patches: list[SparsePatch | RoutePatch] = [*self.sparse, *self.routed]
-        return sum(patch.positions.size for patch in patches) + dense
+        sizes = (patch.positions.size for patches in (self.sparse, self.routed) for patch in patches)
+        return sum(sizes) + sum(patch.data.numel() for patch in self.dense)
 
 
 class PatchBuilder:
@@ -162,8 +158,7 @@ class PatchBuilder:
             return
         _check_full(piece, self._routes, self._after, self._declared)
         self._full.add(piece.id)
-        if self._routes.routes[piece.id]:
-            self._dense.append(_route_dense(piece, self._routes))
+        self._dense += [DensePatch.of(route, signed_view(piece.bits)) for route in self._routes.routes[piece.id]]
 
     def add_routed(self, patch: RoutePatch) -> None:
         """Add changes that a device has decoded where its weights are; as ``add``."""
@@ -193,18 +188,6 @@ def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], declared
             "object was made against other weights"
         )
     after[full.id] = measured
-
-
-def _route_dense(full: Full, routes: RouteMap) -> DensePatch:
-    # torch wants writable memory; downloaded memory may be read-only.
-    bits = np.require(full.bits, requirements=["W"])
-    flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-    return DensePatch(
-        [
-            (route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format))
-            for route in routes.routes[full.id]
-        ],
-    )
 
 
 class _Part(NamedTuple):

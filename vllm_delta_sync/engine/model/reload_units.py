@@ -10,6 +10,7 @@ must give the model's weights bit for bit, otherwise the model is refused.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from vllm_delta_sync.engine.model.route import (
     SparsePatch,
     coalesce,
     region_view,
+    signed_view,
 )
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
@@ -137,9 +139,7 @@ class LoaderReplay:
         self.owners = find_owners(model)
         self._device = torch.device("cpu") if memory.accelerator is None else memory.accelerator.device
 
-    def load(
-        self, scopes: Sequence[ReloadScope], bits: dict[int, Bits]
-    ) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
+    def load(self, scopes: Sequence[ReloadScope], bits: dict[int, Bits]) -> Iterator[ReplayedLoad]:
         """Reload each scope from these bits, in batches of at most ``BATCH_BYTES``.
 
         Raises:
@@ -170,7 +170,7 @@ class LoaderReplay:
                     "it after loading and would go stale"
                 )
 
-    def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
+    def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> list[ReplayedLoad]:
         meta_leaf = MetaLeaf(self._skeleton)
         # One lock for the whole batch: vLLM's weight loaders change process-wide state, such as how tensors are copied.
         with self.memory.reading():
@@ -186,7 +186,7 @@ class LoaderReplay:
         for path, name, value in walk_numbers(replica):
             for number in index.scopes_processing(path):
                 found[number].numbers[path, name] = value
-        yield from zip(scopes, found, strict=True)
+        return found
 
     # See ``trace_routes``.
     @torch.inference_mode(False)
@@ -384,14 +384,12 @@ class ReloadUnits:
         for scope in scopes:
             unit = ReloadUnit(scope, {}, [], {})
             for tensor in scope.tensors:
-                spec = replay.table[tensor]
-                flat = torch.from_numpy(bits[tensor].view(f"<i{spec.element.itemsize}"))
+                spec, host_copy = replay.table[tensor], signed_view(bits[tensor])
                 unit.inputs[tensor] = len(destinations)
-                host_copy = flat.view(SIGNED[spec.element.itemsize])
                 destinations.append(Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy))
             found.units.append(unit)
         reloaded: set[TensorPath] = set()
-        for unit, (_, replayed) in zip(found.units, replay.load(scopes, bits), strict=True):
+        for unit, replayed in zip(found.units, replay.load(scopes, bits), strict=True):
             reloaded |= replayed.tensors.keys()
             unit.outputs = _find_outputs(unit, replay, destinations, replayed.tensors)
             live = replay.numbers
@@ -419,7 +417,11 @@ class ReloadUnits:
         """
         bits: dict[int, Bits] = {}
         affected: list[ReloadUnit] = []
-        changes = _by_destination(sparse, dense)
+        changes: dict[int, list[SparsePatch | DensePatch]] = defaultdict(list)
+        for patch in sparse:
+            changes[patch.destination].append(patch)
+        for whole in dense:
+            changes[whole.route.destination].append(whole)
         for unit in self.units:
             after = {
                 tensor: _bits_after(changes[number], self.destinations[number])
@@ -439,31 +441,57 @@ class ReloadUnits:
                 affected.append(unit)
                 for tensor, value in after.items():
                     bits[tensor] = self.destinations[unit.inputs[tensor]].bits if value is None else value
-        return [DensePatch(exchanges) for exchanges in self._exchanges_of(affected, bits) if exchanges]
+        return list(chain.from_iterable(self._differences(affected, bits)))
 
     def _is_not_served(self, unit: ReloadUnit) -> bool:
         """Return whether the model has no memory for what the unit loads, as of a vision tower that is left out."""
         places = [self.replay.live.get(path) for path in unit.scope.tensor_paths]
         return bool(places) and all(tensor is not None and tensor.is_meta for tensor in places)
 
-    def up_to_date(self, tensors: Iterable[int]) -> set[int]:
-        """Return the given tensors whose units match the model: reloading gives what it holds."""
+    def stale(self, tensors: Iterable[int]) -> set[int]:
+        """Return those of the given tensors whose units do not match the model: reloading gives something else."""
         wanted = set(tensors)
-        affected = [unit for unit in self.units if wanted & set(unit.inputs)]
+        affected = [unit for unit in self.units if wanted & unit.inputs.keys()]
         bits = {tensor: self.destinations[number].bits for unit in affected for tensor, number in unit.inputs.items()}
-        matching: set[int] = set()
-        for unit, exchanges in zip(affected, self._exchanges_of(affected, bits), strict=True):
-            if not exchanges:
-                matching |= wanted & set(unit.inputs)
-        return matching
+        stale: set[int] = set()
+        for unit, differences in zip(affected, self._differences(affected, bits), strict=True):
+            if differences:
+                stale |= wanted & unit.inputs.keys()
+        return stale
 
-    def _exchanges_of(
-        self, units: list[ReloadUnit], bits: dict[int, Bits]
-    ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
-        """Yield, per unit, where the model differs from what these bits give, and what to put there."""
+    def _differences(self, units: list[ReloadUnit], bits: dict[int, Bits]) -> Iterator[list[DensePatch]]:
+        """Yield, per unit, patches for where the model differs from what these bits give.
+
+        Raises:
+            ModelError: a number is another one, or what was reloaded no longer fits the model.
+        """
         loaded = self.replay.load([unit.scope for unit in units], bits)
-        for unit, (_, found) in zip(units, loaded, strict=True):
-            yield _unit_exchanges(unit, found, self.destinations, self.replay.memory)
+        for unit, found in zip(units, loaded, strict=True):
+            for at, value in unit.numbers.items():
+                if at not in found.numbers or not _same_number(found.numbers[at], value):
+                    raise ModelError(
+                        f"{dotted_path(at)} is {value}, a number that is computed from weights and would become "
+                        f"{found.numbers.get(at)}: it cannot be exchanged while the model runs; start the server again"
+                    )
+            patches = (self._difference(output, found.tensors) for output in unit.outputs)
+            yield [patch for patch in patches if patch is not None]
+
+    def _difference(self, output: Output, found: dict[TensorPath, torch.Tensor]) -> DensePatch | None:
+        """Return the patch that writes what was reloaded; None if the model holds that already."""
+        reloaded = [
+            _bits_of(found[at]).as_strided(region.sizes, region.strides, found[at].storage_offset())
+            for at, region in output.tensor_paths.items()
+            if at in found
+        ]
+        same = all(torch.equal(reloaded[0], other) for other in reloaded[1:])
+        if len(reloaded) != len(output.tensor_paths) or not same:
+            first = dotted_path(next(iter(output.tensor_paths)))
+            raise ModelError(f"reloading {first} gave another result than at start-up; start the server again")
+        live = region_view(self.destinations[output.route.destination].flat, output.route.target)
+        with self.replay.memory.reading():
+            if torch.equal(reloaded[0], live):
+                return None
+        return DensePatch(output.route, reloaded[0].to("cpu", copy=True).contiguous())
 
     def is_live(self, tensor: int) -> bool:
         """Return whether the model still computes with a tensor's memory."""
@@ -471,29 +499,14 @@ class ReloadUnits:
         return unit is None or all(self.destinations[output.route.destination].is_live for output in unit.outputs)
 
 
-Change = SparsePatch | tuple[Route, torch.Tensor]
-
-
-def _by_destination(sparse: list[SparsePatch], dense: list[DensePatch]) -> dict[int, list[Change]]:
-    """Return destination → what patches do to it, in order."""
-    found: dict[int, list[Change]] = defaultdict(list)
-    for patch in sparse:
-        found[patch.destination].append(patch)
-    for whole in dense:
-        for route, buffer in whole.exchanges:
-            found[route.destination].append((route, buffer))
-    return found
-
-
-def _bits_after(changes: list[Change], host_copy: Destination) -> Bits | None:
+def _bits_after(changes: list[SparsePatch | DensePatch], host_copy: Destination) -> Bits | None:
     """Return the bits that a host copy will have; None if they do not change."""
     if not changes:
         return None
     bits = host_copy.bits.copy()
     for change in changes:
-        if not isinstance(change, SparsePatch):
-            signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-            region_view(signed, change[0].target).copy_(change[1])
+        if isinstance(change, DensePatch):
+            region_view(signed_view(bits), change.route.target).copy_(change.data)
         elif change.relative:
             apply_distances(change.element, bits, change.positions.astype(np.int64), change.data)
         else:
@@ -505,45 +518,8 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(SIGNED[tensor.element_size()])
 
 
-def _output_exchange(
-    output: Output, found: dict[TensorPath, torch.Tensor], destination: Destination, memory: WeightMemory
-) -> tuple[Route, torch.Tensor] | None:
-    """Return a route and what to exchange through it, in host memory; None if the model holds that already."""
-    reloaded = [
-        _bits_of(found[at]).as_strided(region.sizes, region.strides, found[at].storage_offset())
-        for at, region in output.tensor_paths.items()
-        if at in found
-    ]
-    if len(reloaded) != len(output.tensor_paths) or not all(torch.equal(reloaded[0], other) for other in reloaded[1:]):
-        first = dotted_path(next(iter(output.tensor_paths)))
-        raise ModelError(f"reloading {first} gave another result than at start-up; start the server again")
-    route, shaped = output.route, reloaded[0]
-    live = region_view(destination.flat, route.target)
-    with memory.reading():
-        if torch.equal(shaped, live):
-            return None
-    return route, shaped.to("cpu", copy=True).contiguous()
-
-
 def _same_number(first: float, second: float) -> bool:
     return first == second or (first != first and second != second)
-
-
-def _unit_exchanges(
-    unit: ReloadUnit, found: ReplayedLoad, destinations: list[Destination], memory: WeightMemory
-) -> list[tuple[Route, torch.Tensor]]:
-    """Yield where the model differs from the reloaded tensors, and what to put there."""
-    for at, value in unit.numbers.items():
-        if at not in found.numbers or not _same_number(found.numbers[at], value):
-            raise ModelError(
-                f"{dotted_path(at)} is {value}, a number that is computed from weights and would become "
-                f"{found.numbers.get(at)}: it cannot be exchanged while the model runs; start the server again"
-            )
-    pairs = (
-        _output_exchange(output, found.tensors, destinations[output.route.destination], memory)
-        for output in unit.outputs
-    )
-    return [pair for pair in pairs if pair is not None]
 
 
 def _find_outputs(

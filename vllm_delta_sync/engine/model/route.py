@@ -295,14 +295,24 @@ class RoutePatch:
 
 @dataclass
 class DensePatch:
-    """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
+    """All elements of one route.
 
-    exchanges: list[tuple[Route, torch.Tensor]]
+    Attributes:
+        data: the bits to exchange: contiguous signed integers in host memory, shaped like the route's regions.
+    """
+
+    route: Route
+    data: torch.Tensor
+
+    @classmethod
+    def of(cls, route: Route, flat: torch.Tensor) -> "DensePatch":
+        """Return the patch that gives a route the bits of its tensor, (numel,) signed integers in host memory."""
+        return cls(route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format))
 
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        return sum(buffer.nbytes for _, buffer in self.exchanges)
+        return self.data.nbytes
 
 
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
@@ -310,7 +320,12 @@ def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
     return flat.as_strided(region.sizes, region.strides, region.offset)
 
 
+def signed_view(bits: Bits) -> torch.Tensor:
+    """Return (numel,) bits as signed integers in the same memory; read-only bits are copied, as torch wants it."""
+    return torch.from_numpy(np.require(bits, requirements=["W"]).view(f"<i{bits.itemsize}"))
+
+
 def host_bits(flat: torch.Tensor) -> Bits:
-    """Return (numel,) signed integers in host memory as an unsigned view."""
+    """Inverse of ``signed_view``, for a tensor in host memory."""
     signed: np.ndarray = flat.numpy()
     return signed.view(f"<u{flat.element_size()}")

@@ -107,8 +107,7 @@ class RouteMap:
 
     def measure(self, tensors: Sequence[int]) -> dict[int, list[Fingerprint]]:
         """Return tensor → fingerprints per route; zeros for a tensor whose reload unit does not match the model."""
-        derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
-        stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived)
+        stale = set() if self.reload_units is None else self.reload_units.stale(tensors)
         found = dict(zip(tensors, self.fingerprint_routes(tensors), strict=True))
         # No element has fingerprint zero, so that zeros never match.
         return found | {tensor: [Fingerprint()] * len(found[tensor]) for tensor in stale}

@@ -9,11 +9,10 @@ import torch
 
 from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
 from vllm_delta_sync.codec.tiles.grid import CutTileError, TensorView, covered_rectangles, extent, grid_of, held_part
-from vllm_delta_sync.engine.model.route import region_view, split_regions
+from vllm_delta_sync.engine.model.route import region_view, signed_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, InPlace, Matrix
-from vllm_delta_sync.tensors.torch_views import SIGNED
 
 STRIP_COLUMNS = 128
 """Columns copied at a time where the model holds a tensor transposed."""
@@ -90,7 +89,7 @@ class LiveBaseReader:
         self._check()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
         bits: Bits = np.empty(spec.numel, spec.element.uint)
-        flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+        flat = signed_view(bits)
         for route in routes:
             live = self._routes.destinations[route.destination].flat
             for source, target in split_regions(route.source, route.target, READ_ELEMENTS):

@@ -19,7 +19,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
-from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view, split_regions
+from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view, signed_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.protocol import set_failed_step
@@ -37,7 +37,6 @@ from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.changes import BaseLookup, Bits
-from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
 def store_usage() -> dict[str, Any]:
@@ -254,20 +253,10 @@ def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> 
     return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
 
 
-def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
-    parts = [
-        part for route in routes.routes[tensor] if (part := _exchange_if_different(bits, route, routes)) is not None
-    ]
-    return [DensePatch(parts)] if parts else []
-
-
-def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
-    # torch warns about read-only memory, although nothing is written to it: the patch is a copy.
-    whole = bits if bits.flags.writeable else bits.copy()
-    flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-    if _model_has(flat, route, routes):
-        return None
-    return route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format)
+def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> list[DensePatch]:
+    """Return patches that give a tensor these bits, where the model does not hold them already."""
+    flat = signed_view(bits)
+    return [DensePatch.of(route, flat) for route in routes.routes[tensor] if not _model_has(flat, route, routes)]
 
 
 def _model_has(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
