@@ -45,7 +45,7 @@ class Life:
             bits = self.chain.bits[loaded]
             sums = [fingerprint_tensor(spec.name, bits[at]) for at, spec in enumerate(self.chain.table)]
             for rank in self.port.ranks:
-                rank.model.delta_sync_loaded = ClaimedVersion(self.chain.run, self.chain.url, loaded, sums)  # type: ignore[attr-defined]
+                rank.model.delta_sync_loaded = ClaimedVersion(self.chain.run, self.chain.url, loaded, sums)  # type: ignore[assignment]
         service = ReceiverService(self.port, Settings(**{**self.settings, **settings}))
         self.services.append(service)
         service.start()

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+
+from torch import nn
 
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import LoadRecord, TensorPath, keep_record, load_record_of
-from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.model_with_draft import DRAFT, MODEL, ModelWithDraft
 from vllm_delta_sync.errors import ModelError
@@ -23,12 +23,12 @@ class Draft:
         is_head: whether it was trained for the served model, and is not a model of its own.
     """
 
-    model: Any
+    model: nn.Module
     folder: str
     own_checkpoint: bool
     is_head: bool
 
-    def join(self, model: Any, table: TensorTable) -> LoadableModel | ModelWithDraft:
+    def join(self, model: nn.Module, table: TensorTable) -> nn.Module:
         """Return the served model with this draft; the model alone if the run has no weights of the draft.
 
         Raises:
@@ -42,8 +42,7 @@ class Draft:
                     "with %r",
                     self.folder, DRAFT_PREFIX,
                 )  # fmt: skip
-            found: LoadableModel = model
-            return found
+            return model
         records = {name: load_record_of(part) for name, part in ((MODEL, model), (DRAFT, self.model))}
         known = {name: record for name, record in records.items() if record is not None}
         if len(known) < len(records):

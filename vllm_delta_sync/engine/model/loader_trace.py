@@ -10,7 +10,7 @@ Works on any torch module with a ``load_weights(iterable of (name, tensor))`` me
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,16 +27,6 @@ aten = torch.ops.aten
 NO_TENSORS: frozenset[int] = frozenset()
 OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 """Operations after which the old content of the target plays no part."""
-
-
-class LoadableModel(Protocol):
-    """The methods that tracing needs of a model; vLLM's models have them."""
-
-    def load_weights(self, weights: Any) -> Any: ...
-    def named_modules(self, memo: Any = ..., prefix: str = ..., remove_duplicate: bool = ...) -> Any: ...
-    def named_parameters(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
-    def named_buffers(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
-    def get_submodule(self, target: str) -> torch.nn.Module: ...
 
 
 @dataclass
@@ -108,7 +98,7 @@ class Trace:
 class _LoadRecorder(TorchDispatchMode):
     """Tracks checkpoint tensors through all operations. The replica's memory is meta, so nothing is computed."""
 
-    def __init__(self, table: TensorTable, replica: LoadableModel | ModelWithDraft) -> None:
+    def __init__(self, table: TensorTable, replica: torch.nn.Module) -> None:
         super().__init__()
         self.trace = Trace(table)
         self.current = "(before the first tensor)"
@@ -123,8 +113,8 @@ class _LoadRecorder(TorchDispatchMode):
         self._shared_storages: set[int] = set()
         for name, tensor in replica.named_parameters(remove_duplicate=False):
             self._add_target(name, tensor, True)
-        for name, tensor in replica.named_buffers(remove_duplicate=False):
-            self._add_target(name, tensor, False)
+        for name, buffer in replica.named_buffers(remove_duplicate=False):
+            self._add_target(name, buffer, False)
 
     def _add_target(self, name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
         storage = tensor.untyped_storage()
@@ -270,11 +260,12 @@ def _region(tensor: torch.Tensor) -> Region:
     return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
 
 
-def trace_loader(replica: LoadableModel | ModelWithDraft, table: TensorTable) -> Trace:
+def trace_loader(replica: torch.nn.Module, table: TensorTable) -> Trace:
     """Let a replica load the tensors of a run, and record what its loader does. The replica is useless afterwards.
 
     Args:
-        replica: all memory that the loader may write is on the meta device.
+        replica: a module with ``load_weights``, or a ``ModelWithDraft``; all memory that the loader may write is on the
+            meta device.
 
     Raises:
         ModelError: the loader fails, or reads the data of a tensor; the message names the tensor and the reason.

@@ -14,7 +14,7 @@ import torch
 
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import LoadRecord, load_record_of
-from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, trace_loader
+from vllm_delta_sync.engine.model.loader_trace import Copy, Trace, trace_loader
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft
 from vllm_delta_sync.engine.model.reload_units import (
@@ -37,7 +37,7 @@ from vllm_delta_sync.format.table import TensorTable
 # As in vLLM's own loading: inference mode would show a recorder other operators, and make other tensors.
 @torch.inference_mode(False)
 def trace_routes(
-    model: LoadableModel | ModelWithDraft,
+    model: torch.nn.Module,
     table: TensorTable,
     load_time_bits: LoadTimeReader | None = None,
     memory: WeightMemory | None = None,
@@ -121,9 +121,7 @@ def trace_routes(
 class _Compiler:
     """Separates memory that is patched by address from memory that must be reloaded."""
 
-    def __init__(
-        self, model: LoadableModel | ModelWithDraft, trace: Trace, record: LoadRecord | None, memory: WeightMemory
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, trace: Trace, record: LoadRecord | None, memory: WeightMemory) -> None:
         self.trace, self.record, self._memory = trace, record, memory
         # Tensor path → modules that the step after loading left with something made of that tensor.
         self._processed_by: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -29,7 +29,6 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.draft import Draft
 from vllm_delta_sync.engine.model.load_record import load_record_of
-from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.model_replica import is_plain
 from vllm_delta_sync.engine.model.patch import StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route import NARROW_ELEMENTS
@@ -125,7 +124,7 @@ class RankWorker:
 
     def __init__(
         self,
-        model: LoadableModel,
+        model: torch.nn.Module,
         index: int = 0,
         folder: str = "",
         memory: WeightMemory | None = None,
