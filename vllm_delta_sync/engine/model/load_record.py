@@ -170,19 +170,6 @@ def _is_same_view(one: torch.Tensor, other: Any) -> bool:
     return first == second
 
 
-@dataclass(frozen=True)
-class _MemoryBefore:
-    """The memory of a tensor before the step, which may free it. The reference keeps its identity from being reused."""
-
-    reference: StorageWeakRef
-    storage: int
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the memory still exists, perhaps as that of another tensor."""
-        return not self.reference.expired()
-
-
 def record_load(
     model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False
 ) -> LoadRecord:
@@ -191,12 +178,12 @@ def record_load(
     Args:
         is_runtime_state: see ``LoadRecord``.
     """
-    before: dict[TensorPath, _MemoryBefore] = {}
+    # The step may free the memory of a tensor; a reference keeps its identity, ``cdata``, from being reused.
+    before: dict[TensorPath, StorageWeakRef] = {}
     record = LoadRecord(replicate(model, MetaLeaf(model)), process, is_runtime_state=is_runtime_state)
     for path, name, tensor in walk_tensors(model):
         if is_plain(tensor):
-            storage = tensor.untyped_storage()
-            before[path, name] = _MemoryBefore(StorageWeakRef(storage), storage._cdata)
+            before[path, name] = StorageWeakRef(tensor.untyped_storage())
             # Parts of a model that are not served may have no data.
             if tensor.numel() <= INITIAL_ELEMENTS and tensor.device.type != "meta":
                 # In host memory: device memory allocated now would be freed with the weights when the engine sleeps.
@@ -206,7 +193,7 @@ def record_load(
     with provenance:
         process(model, None)
     # A new view of unchanged memory follows later writes, so it is not a change.
-    kept = {seen.storage for seen in before.values() if seen.is_kept} - provenance.written
+    kept = {seen.cdata for seen in before.values() if not seen.expired()} - provenance.written
     derived_from: dict[str, frozenset[int]] = {}
     found: dict[int, torch.Tensor] = {}
     for path, name, tensor in walk_tensors(model):
@@ -219,8 +206,8 @@ def record_load(
             derived_from[path] = derived_from.get(path, NO_STORAGES) | provenance.derived_from[place]
             record.made.add((path, name))
     for at, seen in before.items():
-        if seen.storage in kept and seen.storage in found:
-            record.live.setdefault(at, weakref.ref(found[seen.storage]))
+        if seen.cdata in kept and seen.cdata in found:
+            record.live.setdefault(at, weakref.ref(found[seen.cdata]))
     record.numbers = _float_attributes(model)
     for (path, name), value in record.numbers.items():
         if numbers.get((path, name)) != value:
@@ -229,10 +216,10 @@ def record_load(
         record.changed[path] = {
             at
             for at, seen in before.items()
-            if seen.storage in storages
+            if seen.cdata in storages
             or (UNKNOWN in storages and is_under(at[0], (path,)))
             # The step decides by it, so that it must have data when the step is repeated.
-            or (seen.storage in provenance.read_as_number and at[0] == path)
+            or (seen.cdata in provenance.read_as_number and at[0] == path)
         }
     record.opaque_operations = sorted(provenance.opaque_operations)
     keep_record(model, record)

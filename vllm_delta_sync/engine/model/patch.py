@@ -16,7 +16,6 @@ from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device,
 from vllm_delta_sync.engine.model.route import (
     NARROW_ELEMENTS,
     DensePatch,
-    Destination,
     Region,
     Route,
     RoutePatch,
@@ -39,10 +38,10 @@ class HostBatch:
     memory of the patches' arrays, which must stay where they are.
     """
 
-    def __init__(self, patches: list[SparsePatch], destinations: list[Destination]) -> None:
+    def __init__(self, patches: list[SparsePatch], routes: RouteMap) -> None:
         first = patches[0]
         self._patches = patches  # keeps alive what the addresses lead to
-        self._destinations = destinations
+        self._destinations = [routes.destinations[patch.destination] for patch in patches]
         self._relative = first.relative
         self._types = np.empty(0, first.positions.dtype), np.empty(0, first.data.dtype)
         self._masks = order_masks(first.element)
@@ -64,15 +63,6 @@ class HostBatch:
         )
         totals = ((group, self._sums[rows].sum(axis=0)) for group, rows in self._rows.items())
         return {group: Fingerprint(int(low), int(high)) for group, (low, high) in totals}
-
-
-def stage_on_host(sparse: list[SparsePatch], routes: RouteMap) -> list[HostBatch]:
-    """Prepare the commit of patches in host memory, in their order."""
-    batches: list[HostBatch] = []
-    for _, found in groupby(sparse, _kind):
-        patches = list(found)
-        batches.append(HostBatch(patches, [routes.destinations[patch.destination] for patch in patches]))
-    return batches
 
 
 def _kind(patch: SparsePatch) -> tuple[Any, ...]:
@@ -107,7 +97,7 @@ class StagedPatch:
 
     def prepare(self, routes: RouteMap) -> None:
         """Prepare the commit, so that nothing is left for the pause; errors as ``stage_on_device``."""
-        self.on_host = stage_on_host(self.sparse, routes)
+        self.on_host = [HostBatch(list(patches), routes) for _, patches in groupby(self.sparse, _kind)]
         self.on_device = stage_on_device(self.routed, routes)
 
     @property
@@ -156,7 +146,15 @@ class PatchBuilder:
                 else:
                     self._sparse.append(patch)
             return
-        _check_full(piece, self._routes, self._after, self._declared)
+        spec = self._routes.table[piece.id]
+        measured = fingerprint_tensor(spec.name, piece.bits)
+        # An anchor declares absolute fingerprints only; its caller compares them with the manifest.
+        if piece.id in self._declared and self._after[piece.id] != measured:
+            raise FingerprintError(
+                f"tensor {spec.name!r} was sent in full, but its fingerprint does not follow from the current weights: "
+                "the object was made against other weights"
+            )
+        self._after[piece.id] = measured
         self._full.add(piece.id)
         self._dense += [DensePatch.of(route, signed_view(piece.bits)) for route in self._routes.routes[piece.id]]
 
@@ -176,18 +174,6 @@ class PatchBuilder:
         ]
         total = sum(scattered, Fingerprint())
         return StagedPatch(self._version, self._sparse, total, self._dense, self._after, self._routed)
-
-
-def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], declared: Mapping[int, Fingerprint]) -> None:
-    spec = routes.table[full.id]
-    measured = fingerprint_tensor(spec.name, full.bits)
-    # An anchor declares absolute fingerprints only; its caller compares them with the manifest.
-    if full.id in declared and after[full.id] != measured:
-        raise FingerprintError(
-            f"tensor {spec.name!r} was sent in full, but its fingerprint does not follow from the current weights: the "
-            "object was made against other weights"
-        )
-    after[full.id] = measured
 
 
 class _Part(NamedTuple):

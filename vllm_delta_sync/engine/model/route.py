@@ -37,6 +37,10 @@ class Region:
         """The highest index."""
         return self.offset + sum(stride * (size - 1) for stride, size in zip(self.strides, self.sizes, strict=True))
 
+    def row(self, number: int) -> "Region":
+        """Return the part at one coordinate of the first dimension."""
+        return Region(self.offset + number * self.strides[0], self.sizes[1:], self.strides[1:])
+
     @property
     def is_injective(self) -> bool:
         """True if provably no index occurs twice: each stride is larger than the reach of all smaller ones together.
@@ -96,61 +100,48 @@ def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
 
     Memory use does not grow with the size of the regions. Only regions whose spans of flat indices meet are compared.
     """
-    boxes = [_Box(region.offset, _dimensions(region)) for region in regions]
-    open_boxes: list[int] = []
-    for position in sorted(range(len(boxes)), key=lambda position: boxes[position].first):
-        open_boxes = [known for known in open_boxes if boxes[known].last >= boxes[position].first]
-        for known in open_boxes:
-            if _boxes_intersect(boxes[known], boxes[position]):
+    ordered = [_by_stride(region) for region in regions]
+    last = [region.last for region in regions]
+    met: list[int] = []
+    for position in sorted(range(len(ordered)), key=lambda position: ordered[position].offset):
+        met = [known for known in met if last[known] >= ordered[position].offset]
+        for known in met:
+            if _intersect(ordered[known], ordered[position]):
                 return min(known, position), max(known, position)
-        open_boxes.append(position)
+        met.append(position)
     return None
 
 
-@dataclass(frozen=True)
-class _Box:
-    """The indices first + Σ cᵢ·strideᵢ for 0 ≤ cᵢ < sizeᵢ, with (stride, size) from the largest stride down."""
-
-    first: int
-    dimensions: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def last(self) -> int:
-        return self.first + sum(stride * (size - 1) for stride, size in self.dimensions)
-
-    def row(self, number: int) -> "_Box":
-        """Return the part at one coordinate of the dimension of the largest stride."""
-        return _Box(self.first + number * self.dimensions[0][0], self.dimensions[1:])
+def _by_stride(region: Region) -> Region:
+    """Return a region with its dimensions from the largest stride down."""
+    order = sorted(range(len(region.sizes)), key=lambda dim: region.strides[dim], reverse=True)
+    sizes, strides = (tuple(values[dim] for dim in order) for values in (region.sizes, region.strides))
+    return Region(region.offset, sizes, strides)
 
 
-def _dimensions(region: Region) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted(zip(region.strides, region.sizes, strict=True), reverse=True))
+def _intersect(one: Region, other: Region) -> bool:
+    """Return whether two injective regions, as ``_by_stride`` returns them, share an index.
 
-
-def _boxes_intersect(one: _Box, other: _Box) -> bool:
-    """Return whether two injective boxes share an index.
-
-    Rows of an injective box span less than its largest stride. If both boxes have the same largest stride, row i of one
-    and row j of the other can meet only for the few differences i − j at which their spans meet, and the answer depends
-    on the difference alone. Otherwise the function compares the other box with those rows of the larger-stride box that
-    meet its span.
+    Rows of an injective region span less than its largest stride. If both regions have the same largest stride, row i
+    of one and row j of the other can meet only for the few differences i − j at which their spans meet, and the answer
+    depends on the difference alone. Otherwise the function compares the other region with those rows of the
+    larger-stride region that meet its span.
     """
-    if one.last < other.first or other.last < one.first:
+    if one.last < other.offset or other.last < one.offset:
         return False
-    if not one.dimensions and not other.dimensions:
+    if not one.sizes and not other.sizes:
         return True
-    if not one.dimensions or (other.dimensions and other.dimensions[0][0] > one.dimensions[0][0]):
+    if other.strides[:1] > one.strides[:1]:
         one, other = other, one
-    stride, rows = one.dimensions[0]
-    least, most = 0, rows - 1
-    if other.dimensions and other.dimensions[0][0] == stride:
-        least -= other.dimensions[0][1] - 1
+    stride, least, most = one.strides[0], 0, one.sizes[0] - 1
+    if other.strides[:1] == one.strides[:1]:
+        least -= other.sizes[0] - 1
         other = other.row(0)
     start = one.row(0)
-    # Rows whose span [start.first, start.last] + number · stride meets [other.first, other.last].
-    least = max(least, -((start.last - other.first) // stride))
-    most = min(most, (other.last - start.first) // stride)
-    return any(_boxes_intersect(one.row(number), other) for number in range(least, most + 1))
+    # Rows whose span [start.offset, start.last] + number · stride meets [other.offset, other.last].
+    least = max(least, -((start.last - other.offset) // stride))
+    most = min(most, (other.last - start.offset) // stride)
+    return any(_intersect(one.row(number), other) for number in range(least, most + 1))
 
 
 NARROW_ELEMENTS = 1 << 31
