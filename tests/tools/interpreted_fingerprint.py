@@ -6,10 +6,12 @@ A program of its own, as Triton decides when it is imported whether it interpret
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model import route_map
+from tests.support.device import SimulatedDevice
+from vllm_delta_sync.engine.model import fingerprint_triton
 from vllm_delta_sync.engine.model.fingerprint_triton import BLOCK, BLOCKS_PER_PROGRAM, DeviceSums
 from vllm_delta_sync.engine.model.route import Destination, Region, Route, coalesce
 from vllm_delta_sync.engine.model.route_map import RouteMap, fingerprint_in_place
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
@@ -97,15 +99,15 @@ def check_routes(generator: np.random.Generator) -> None:
         [Route(1, *spread)],
         [],
     ]
-    routed = RouteMap(table, destinations, routes)
-    expected = routed.fingerprint_routes(range(4))
+    expected = RouteMap(table, destinations, routes).fingerprint_routes(range(4))
     made: list[Counted] = []
 
     def device_sums(slots: int, device: torch.device) -> DeviceSums:
         made.append(Counted(slots, device))
         return made[-1]
 
-    route_map._device_sums = device_sums
+    setattr(fingerprint_triton, "DeviceSums", device_sums)  # noqa: B010  a class for mypy
+    routed = RouteMap(table, destinations, routes, memory=WeightMemory(SimulatedDevice(has_triton=True)))
     assert routed.fingerprint_routes(range(4)) == expected
     assert [(sums.added, sums.read_back) for sums in made] == [(3 + 3 + 1, 1)]
     assert routed.measure([2, 0]) == {2: expected[2], 0: expected[0]}

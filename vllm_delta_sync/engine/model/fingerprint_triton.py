@@ -94,6 +94,7 @@ class DeviceSums:
     MAX_DIMS = 4
 
     def __init__(self, slots: int, device: torch.device) -> None:
+        self.device = device
         self._sums = torch.zeros((slots, 2), dtype=torch.int64, device=device)
 
     def add(self, slot: int, name: str, flat: torch.Tensor, source: Region, target: Region) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +15,6 @@ from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.table import TensorTable
-
-if TYPE_CHECKING:
-    from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
 
 READ_ELEMENTS = 1 << 22
 """Elements read at a time beside generation: bounds host memory, and how long ``/sleep`` waits."""
@@ -119,37 +115,26 @@ class RouteMap:
         """
         routes = [(self.table[tensor].name, route) for tensor in tensors for route in self.routes[tensor]]
         found = [Fingerprint()] * len(routes)
-        sums: dict[torch.device, DeviceSums | None] = {}
+        accelerator, sums = self.memory.accelerator, None
+        if accelerator is not None and accelerator.has_triton:
+            from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
+
+            sums = DeviceSums(len(routes), accelerator.device)
         for slot, (name, route) in enumerate(routes):
             flat = self.destinations[route.destination].flat
-            if flat.device not in sums:
-                sums[flat.device] = _device_sums(len(routes), flat.device)
-            on_device = sums[flat.device]
-            if on_device is not None and len(route.source.sizes) <= on_device.MAX_DIMS:
-                for source, target in split_regions(route.source, route.target, on_device.MAX_ELEMENTS):
+            if sums is not None and flat.device == sums.device and len(route.source.sizes) <= sums.MAX_DIMS:
+                for source, target in split_regions(route.source, route.target, sums.MAX_ELEMENTS):
                     with self.memory.reading():
-                        on_device.add(slot, name, flat, source, target)
+                        sums.add(slot, name, flat, source, target)
             else:
                 fingerprint = fingerprint_in_place if flat.device.type == "cpu" else fingerprint_via_copy
                 for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
                     with self.memory.reading():
                         found[slot] += fingerprint(name, flat, source, target)
-        for summed in filter(None, sums.values()):
-            found = [one + other for one, other in zip(found, summed.read(), strict=True)]
+        if sums is not None:
+            found = [one + other for one, other in zip(found, sums.read(), strict=True)]
         slots = iter(found)
         return [[next(slots) for _ in self.routes[tensor]] for tensor in tensors]
-
-
-def _device_sums(slots: int, device: torch.device) -> "DeviceSums | None":
-    """Return sums that kernels can add to; None where a host must hash."""
-    if device.type != "cuda":
-        return None
-    try:
-        from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
-    except ImportError:
-        # torch's CUDA builds include Triton; without it the weights are copied to the host.
-        return None
-    return DeviceSums(slots, device)
 
 
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
