@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +27,13 @@ from vllm_delta_sync.engine.staging.reconstruct import restore_version
 from vllm_delta_sync.errors import ChainError, DataError, FingerprintError, FormatError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.checks import read_shard
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.objects import declared_change, read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step
-from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.changes import BaseLookup, Bits
 
 
@@ -61,17 +59,6 @@ class PhaseTimer:
         self.ms["verify"] += 1e3 * verified
         self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)
         self._last, self._hashed = now, hashed
-
-    def fetching(self, read: Callable[[ObjectRef], Buffer]) -> Callable[[ObjectRef], Buffer]:
-        """Wrap ``read`` so that its time counts as ``fetch``, and the time before it as ``decode``."""
-
-        def fetch(ref: ObjectRef) -> Buffer:
-            self.tick("decode")
-            data = read(ref)
-            self.tick("fetch")
-            return data
-
-        return fetch
 
 
 def stage_update(
@@ -115,9 +102,13 @@ def stage_update(
         timer.tick("fetch")
         timer.tick("decode")
     else:
-        patch = stage_anchor(plan.anchor or target, timer.fetching(partial(read_object, run)), routes)
-        timer.tick("decode")
-    _check_total(target, patch)
+        patch = stage_anchor(plan.anchor or target, run, routes, timer)
+    total = sum(patch.fingerprints, Fingerprint())
+    if total != target.model_fingerprint:
+        raise FingerprintError(
+            f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
+            f"{target.fingerprint}: the current weights are not those it was made against"
+        )
     if routes.reload_units is not None:
         patch.dense += routes.reload_units.outputs_after(patch.sparse, patch.dense, everything=not plan.steps)
     timer.tick("route")
@@ -141,7 +132,8 @@ def open_steps(
     fetched: list[list[Buffer]] = []
     for number, step in enumerate(steps):
         with attribute_errors(number):
-            _check_run(step.run, routes)
+            if step.run.table.digest != routes.table.digest:
+                raise ChainError(f"run {step.run.info.run} has other tensors than the run followed")
             fetched.append([read_object(step.run, ref) for ref in step.objects])
     timer.tick("fetch")
     opened: list[list[DeltaReader]] = []
@@ -161,11 +153,6 @@ def attribute_errors(step: int) -> Iterator[None]:
     except DataError as error:
         set_failed_step(error, step)
         raise
-
-
-def _check_run(run: RunReader, routes: RouteMap) -> None:
-    if run.table.digest != routes.table.digest:
-        raise ChainError(f"run {run.info.run} has other tensors than the run followed")
 
 
 def build_patch(
@@ -201,16 +188,7 @@ def build_patch(
     return builder.finish()
 
 
-def _check_total(target: Manifest, patch: StagedPatch) -> None:
-    total = sum(patch.fingerprints, Fingerprint())
-    if total != target.model_fingerprint:
-        raise FingerprintError(
-            f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
-            f"{target.fingerprint}: the current weights are not those it was made against"
-        )
-
-
-def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffer], routes: RouteMap) -> StagedPatch:
+def stage_anchor(document: Manifest | Anchor, run: Run, routes: RouteMap, timer: PhaseTimer) -> StagedPatch:
     """Return a patch that turns any weights of a rank into an anchor's version. Memory: one shard and the patch.
 
     Raises:
@@ -221,7 +199,9 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
     dense: list[DensePatch] = []
     declared = document.tensor_fingerprints or {}
     for ref in document.objects:
-        for name, bits in read_shard(fetch(ref), routes.table, ref.key):
+        data = read_object(run, ref)
+        timer.tick("fetch")
+        for name, bits in read_shard(data, routes.table, ref.key):
             tensor = routes.table.index(name)
             if tensor in found:
                 raise FormatError(f"{ref.key}: tensor {name!r} is carried twice")
@@ -232,6 +212,7 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
                     f"says {declared.get(name)}"
                 )
             dense += _dense_patches(tensor, bits, routes)
+        timer.tick("decode")
     absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
     if absent is not None:
         raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
