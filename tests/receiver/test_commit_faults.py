@@ -24,11 +24,13 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
+from vllm_delta_sync.engine.follow import identify
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.planning import run_history
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert
 from vllm_delta_sync.errors import (
     DeltaSyncError,
@@ -366,19 +368,21 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     expect_serves(world, 1, seen[1], "held")
 
 
-def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: World) -> None:
+def test_store_that_fails_while_weights_are_recognized_loses_no_note(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between asking the ranks and telling them what they hold, nothing they know may be forgotten."""
     world.follow_each(3)
     second = Receiver(world.port, Settings(bucket=world.url))
-    base, left = second.history.base, [1]
+    left = [1]
 
-    def read() -> Any:
+    def read(run: Any) -> Any:
         if left:
             left.pop()
             raise StoreError("the network is gone")
-        return base()
+        return run_history.version_0_of(run)
 
-    second.history.base = read  # type: ignore[method-assign]
+    monkeypatch.setattr(identify, "version_0_of", read)
     with pytest.raises(StoreError):
         second.advance()
     world.receiver = second

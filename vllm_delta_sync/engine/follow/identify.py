@@ -68,7 +68,7 @@ class WeightIdentifier:
         self._board.enter("identifying")
         self._unread = None
         held = self._gather()
-        first, base = self._history.base()
+        first, base = version_0_of(self._history.run)
         for position, fingerprints in self._candidates(held.claimed, first, base):
             if not held.mismatches(fingerprints):
                 return self._accept(position, fingerprints, is_due)

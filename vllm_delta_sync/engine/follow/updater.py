@@ -302,10 +302,8 @@ class WeightUpdater:
         # After going back, the undo log's entries would lead forward again, so they are dropped.
         self._keeps_undo = self._keeps_undo and left is None
         self._planner.feedback.record_commit(target.version)
-        if self._planner.avoided_keys:
-            logger.warning(
-                "version %d was reached without %s", target.version, ", ".join(self._planner.avoided_keys[:4])
-            )
+        if avoided := [key for _, key in self._planner.feedback.bad]:
+            logger.warning("version %d was reached without %s", target.version, ", ".join(avoided[:4]))
         if left is None:
             self._record("forward", target, timings, _describe(plan, elements), plan)
         else:

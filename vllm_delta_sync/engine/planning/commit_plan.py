@@ -47,7 +47,8 @@ class UpdatePlan:
     @property
     def versions(self) -> int:
         """How many versions the commit spans."""
-        return sum(_span(step) for step in self.steps) or 1
+        spans = (step.high - step.low if isinstance(step.document, MergedDelta) else 1 for step in self.steps)
+        return sum(spans) or 1
 
     @property
     def needs_base_bits(self) -> bool:
@@ -117,7 +118,3 @@ class UpdatePlan:
 def step_key(step: Step) -> Key:
     """Return the document to avoid if a step is bad."""
     return step.run.info.run, step.key
-
-
-def _span(step: Step) -> int:
-    return step.high - step.low if isinstance(step.document, MergedDelta) else 1

@@ -21,7 +21,6 @@ class History:
 
     Args:
         keyring: keys that must have signed the run. trusted_head: refuses heads older than one seen before.
-        store: options of the store; if None, from the environment.
         policy: which versions are served.
 
     Attributes:
@@ -32,15 +31,10 @@ class History:
     """
 
     def __init__(
-        self,
-        url: str,
-        keyring: Keyring,
-        trusted_head: TrustedHead,
-        store: StoreOptions | None = None,
-        policy: ServicePolicy | None = None,
+        self, url: str, keyring: Keyring, trusted_head: TrustedHead, store: StoreOptions, policy: ServicePolicy
     ) -> None:
         self._url = url
-        self._policy = policy or ServicePolicy()
+        self._policy = policy
         self.store = store
         self.keyring = keyring
         self.trusted_head = trusted_head
@@ -159,10 +153,6 @@ class History:
         """Return a version's manifest. Errors as ``Run.manifest``."""
         head = self.head
         return head if head is not None and head.version == version else self.run.manifest(version)
-
-    def base(self) -> tuple[Manifest, list[Fingerprint]]:
-        """Return version 0 and its fingerprint per tensor id; NotFoundError if it has none, or as ``Run.manifest``."""
-        return version_0_of(self.run)
 
     def compare_with_bucket(self, served: Manifest) -> tuple[bool | None, str | None]:
         """Read the bucket: does it hold a version as served (None: unreadable); and if not, why."""

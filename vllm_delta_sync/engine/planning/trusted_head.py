@@ -121,7 +121,16 @@ class TrustedHead:
             self._checked[served.digest] = None
             self._checked = dict.fromkeys(list(self._checked)[-MAX_CHECKED:])
         key = "" if head.signature is None else head.signature.key
-        self._advance_last_seen(LastSeen(run.info.run, head.version, head.digest, key))
+        seen = LastSeen(run.info.run, head.version, head.digest, key)
+        if self._writes and (seen != last_seen or not self._saved):
+            try:
+                self._file.advance_to(seen)
+                self._saved = True
+            except StoreError as error:
+                # This process still remembers it, and a full disk must not stop updates.
+                self._saved = False
+                self._log.warn(f"{error.kind}: {error.message}", StoreError.kind)
+        self._last_seen = seen
 
     def empty_run_error(self, error: NotFoundError) -> DeltaSyncError:
         """Return the error for a run without versions: a replay, if some were seen before."""
@@ -165,19 +174,12 @@ class TrustedHead:
         """Return ``trust`` in the status; None without trusted keys."""
         if self._file is None:
             return None
-        last_seen = self._last_seen
-        head = self._head
-        shown = None
-        if last_seen is not None:
-            shown = {
-                "run": last_seen.run,
-                "version": last_seen.version,
-                "manifest": last_seen.manifest,
-                "kept": self._saved,
-            }
+        seen, head = self._last_seen, self._head
         return {
             "keys": [short(key) for key in sorted(self._keyring.trusted)],
-            "last_seen": shown,
+            "last_seen": None
+            if seen is None
+            else {"run": seen.run, "version": seen.version, "manifest": seen.manifest, "kept": self._saved},
             "expires_at": None if head is None else head.expires_at,
             "expired": self._looked and (head is None or _is_past(head.expires_at)),
         }
@@ -205,19 +207,6 @@ class TrustedHead:
     def _remedy(self, purpose: str) -> str:
         path = "" if self._file is None else str(self._file.path)
         return f"If {purpose} on purpose, remove {path!r} and restart the servers that follow it"
-
-    def _advance_last_seen(self, last_seen: LastSeen) -> None:
-        if self._file is None or (self._last_seen == last_seen and self._saved):
-            return
-        if self._writes:
-            try:
-                self._file.advance_to(last_seen)
-                self._saved = True
-            except StoreError as error:
-                # This process still remembers it, and a full disk must not stop updates.
-                self._saved = False
-                self._log.warn(f"{error.kind}: {error.message}", StoreError.kind)
-        self._last_seen = last_seen
 
 
 def _is_past(moment: str | None) -> bool:

@@ -63,14 +63,6 @@ class PlanFeedback:
         self._undecodable: set[Key] = set()
         self._log = LogThrottle(logger, ONCE)
 
-    def reset(self) -> None:
-        """Forget everything: another run is followed."""
-        self.refresh()
-        self._rejected.clear()
-        self._undecodable.clear()
-        self._log.forget(UnsupportedError.kind)
-        self.max_steps, self._max_steps_until = MAX_STEPS, -1
-
     def refresh(self) -> None:
         """Forget what was bad, after a poll: it may be good now."""
         self.bad.clear()
@@ -122,10 +114,8 @@ class PlanFeedback:
         """Halve the steps per commit until the plan's target is passed; False if one step is left."""
         if self.max_steps <= len(plan.steps) // 2:
             return False
-        self.max_steps, self._max_steps_until = (
-            max(1, len(plan.steps) // 2),
-            max(self._max_steps_until, plan.target.version),
-        )
+        self.max_steps = max(1, len(plan.steps) // 2)
+        self._max_steps_until = max(self._max_steps_until, plan.target.version)
         return True
 
     def mark_bad(self, key: Key, error: DeltaSyncError) -> None:
@@ -159,27 +149,22 @@ class UpdatePlanner:
         feedback: what staging and commits found out; the updater reports to it.
     """
 
-    def __init__(self, history: History, policy: ServicePolicy | None = None) -> None:
+    def __init__(self, history: History, policy: ServicePolicy) -> None:
         self._history = history
-        self._policy = policy or ServicePolicy()
+        self._policy = policy
         self.requested_version: int | None = None
         self.feedback = PlanFeedback()
         self._planners: dict[str, ReadPlanner] = {}
 
     def reset(self) -> None:
         """Forget everything: another run is followed."""
-        self.refresh()
-        self.feedback.reset()
+        self.feedback = PlanFeedback()
+        self._planners.clear()
 
     def refresh(self) -> None:
         """Forget what was bad, after a poll: it may be good now, and shorter paths may exist."""
         self.feedback.refresh()
         self._planners.clear()
-
-    @property
-    def avoided_keys(self) -> list[str]:
-        """Keys of documents that were bad since the last poll, for the log."""
-        return [key for _, key in self.feedback.bad]
 
     def plan_towards(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
         """Return the next commit towards a version of the followed run, or as close to it as possible.
