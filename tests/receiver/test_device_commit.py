@@ -18,7 +18,6 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import accelerator, device_patch
-from vllm_delta_sync.engine.model import patch as patch_module
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route import Destination, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -233,7 +232,7 @@ def test_an_engine_that_falls_asleep_while_a_version_is_staged_keeps_no_memory_f
     world.train(1)
     request = stage_request(world)
     rank.leave_device()
-    upload, original = accelerator.Workspace.upload, device_patch.stage_on_device
+    upload, upload_all = accelerator.Workspace.upload, device_patch.DevicePatch.upload
     sleeping = threading.Thread(target=lambda: worker.sleep(1))
 
     def fall_asleep(workspace: accelerator.Workspace, *arguments: Any) -> None:
@@ -243,16 +242,15 @@ def test_an_engine_that_falls_asleep_while_a_version_is_staged_keeps_no_memory_f
             while rank.memory._gate.acquire(blocking=False):
                 rank.memory._gate.release()
 
-    def staged(*arguments: Any) -> Any:
-        found = original(*arguments)
+    def uploaded(patch: device_patch.DevicePatch) -> None:
+        upload_all(patch)
         assert device.workspace.slabs > 3
         sleeping.start()
         sleeping.join()
-        return found
 
     monkeypatch.setattr(accelerator.Workspace, "upload", fall_asleep)
     if at == "end":
-        monkeypatch.setattr(patch_module, "stage_on_device", staged)
+        monkeypatch.setattr(device_patch.DevicePatch, "upload", uploaded)
     rank.answer(request)
     while rank.answer(protocol.Poll()) == protocol.Progress(True):
         time.sleep(1e-3)

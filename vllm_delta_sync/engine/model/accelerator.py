@@ -148,11 +148,7 @@ class Workspace:
         with self._slab_lock:
             if not self._idle_slabs:
                 own = self.slabs * self.nbytes + (0 if self._arena is None else self._arena.nbytes)
-                wanted = own + self.nbytes
-                limit = self.accelerator.staging_bytes
-                if limit is not None and wanted > limit:
-                    return None
-                if wanted > (own + self.accelerator.free_bytes()) // 2:
+                if own + self.nbytes > self._limit(own):
                     return None
                 try:
                     self._idle_slabs.append(self.accelerator.allocate(self.nbytes))
@@ -167,9 +163,7 @@ class Workspace:
         None if ``staging_bytes``, or half of the free memory, is less than ``LEAST_ARENA_BYTES``.
         """
         if self._arena is None:
-            limit = self.accelerator.free_bytes() // 2
-            if self.accelerator.staging_bytes is not None:
-                limit = min(limit, self.accelerator.staging_bytes)
+            limit = self._limit(0)
             if limit < LEAST_ARENA_BYTES:
                 return None
             try:
@@ -177,6 +171,11 @@ class Workspace:
             except torch.OutOfMemoryError:
                 return None
         return self._arena
+
+    def _limit(self, own: int) -> int:
+        """Return how many bytes staging may take, of which it has its ``own``."""
+        half = (own + self.accelerator.free_bytes()) // 2
+        return half if self.accelerator.staging_bytes is None else min(half, self.accelerator.staging_bytes)
 
     def record_version(self, slabs: int) -> None:
         """Record how many slabs a version has taken."""
@@ -213,7 +212,7 @@ class Workspace:
         most = self.on_host.nbytes // source.element_size()
         for start in range(0, source.numel(), most):
             piece = source[start : start + most]
-            pinned = _like(piece, self.on_host)
+            [pinned] = carve(self.on_host, [(piece.shape, piece.dtype)])
             pinned.copy_(piece, non_blocking=True)
             self.accelerator.synchronize_stream()
             found[start : start + most] = pinned
@@ -229,10 +228,10 @@ class Workspace:
         Raises:
             RuntimeError: the device failed; both are as before. WeightsLostError: it failed again.
         """
-        half = self.nbytes // 2
+        sides = [(live.shape, live.dtype)] * 2
         with self.lock:
-            old, new = (_like(live, memory) for memory in (self.on_device[:half], self.on_device[half:]))
-            old_on_host, new_on_host = (_like(live, memory) for memory in (self.on_host[:half], self.on_host[half:]))
+            old, new = carve(self.on_device, sides)
+            old_on_host, new_on_host = carve(self.on_host, sides)
             new_on_host.copy_(staged)
             new.copy_(new_on_host, non_blocking=True)
             old.copy_(live)
@@ -275,11 +274,6 @@ def carve(memory: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
     found, at = [], 0
     for shape, dtype in shapes:
         nbytes = math.prod(shape) * dtype.itemsize
-        found.append(memory[at : at + nbytes].view(dtype).view(*shape))
+        found.append(memory[at : at + nbytes].view(dtype).view(tuple(shape)))
         at += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return found
-
-
-def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of the same shape and dtype in (≥ its size,) uint8 memory."""
-    return memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)

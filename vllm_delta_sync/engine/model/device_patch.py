@@ -69,11 +69,12 @@ class DevicePatch:
             with self._memory.reading():
                 slab = workspace.take_slab()
                 if slab is None:
-                    return
+                    break
                 with workspace.lock:
                     batch.pack(workspace.on_host)
                     workspace.upload(batch.nbytes, slab.memory)
             batch.uploaded = slab
+        workspace.record_version(sum(batch.uploaded is not None for batch in self.batches))
 
     def release(self) -> None:
         """Free the uploaded batches. Host memory keeps the patches."""
@@ -122,22 +123,6 @@ class DevicePatch:
                 raise
             if not packed.relative:
                 batch.unpack_data(on_host)
-
-
-def stage_on_device(patches: list[RoutePatch], routes: RouteMap) -> DevicePatch | None:
-    """Prepare the commit of patches on the device of their weights; None where all weights are in host memory.
-
-    Raises:
-        torch.OutOfMemoryError: the device has not even memory for the smallest workspace. BusyError: the engine is
-        asleep.
-    """
-    accelerator = routes.memory.accelerator
-    if accelerator is None:
-        return None
-    on_device = DevicePatch(patches, routes, accelerator.workspace)
-    on_device.upload()
-    accelerator.workspace.record_version(sum(batch.uploaded is not None for batch in on_device.batches))
-    return on_device
 
 
 def is_on_device(destination: Destination, routes: RouteMap) -> bool:

@@ -187,7 +187,8 @@ class _LoadRecorder(TorchDispatchMode):
             sources = NO_TENSORS.union(*(self._sources_of(source) for source in tensors_in(args[1:])))
         self._add_sources(tensor, sources)
         if not sources and tensor.dtype == memory.dtype:
-            self.trace.paddings.append((target, _region(tensor), len(self.trace.copies)))
+            place = int(tensor.storage_offset()), tensor.stride()
+            self.trace.paddings.append((target, coalesce(tensor.shape, place, place)[0], len(self.trace.copies)))
         elif tensor.dtype != memory.dtype:
             reason = f"{where} is written through a view of another dtype"
             self.trace.computed.append(Computed(target, sources, reason))
@@ -254,10 +255,6 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
-
-
-def _region(tensor: torch.Tensor) -> Region:
-    return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
 
 
 def trace_loader(replica: torch.nn.Module, table: TensorTable) -> Trace:

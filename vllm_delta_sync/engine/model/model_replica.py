@@ -255,10 +255,9 @@ class _Copier:
         return copied
 
     def _container(self, value: Any) -> Any:
-        if isinstance(value, defaultdict):
-            copied: Any = defaultdict(value.default_factory)
-        else:
-            copied = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
+        # Keeps what is not an item: a factory of defaults, a maximum length.
+        copied = value.copy()
+        copied.clear()
         self._keep(value, copied)
         if isinstance(copied, dict):
             copied.update({key: self.copy(item) for key, item in list(value.items())})

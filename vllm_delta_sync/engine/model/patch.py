@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device, stage_on_device
+from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device
 from vllm_delta_sync.engine.model.route import (
     NARROW_ELEMENTS,
     DensePatch,
@@ -96,9 +96,16 @@ class StagedPatch:
     on_device: DevicePatch | None = field(default=None, repr=False)
 
     def prepare(self, routes: RouteMap) -> None:
-        """Prepare the commit, so that nothing is left for the pause; errors as ``stage_on_device``."""
+        """Prepare the commit, so that nothing is left for the pause.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not even memory for the smallest workspace. BusyError: the engine is
+            asleep.
+        """
         self.on_host = [HostBatch(list(patches), routes) for _, patches in groupby(self.sparse, _kind)]
-        self.on_device = stage_on_device(self.routed, routes)
+        if routes.memory.accelerator is not None:
+            self.on_device = DevicePatch(self.routed, routes, routes.memory.accelerator.workspace)
+            self.on_device.upload()
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ affects and all other tensors that affect that memory; ``reload_units`` reloads 
 loaded twice, no memory is shared, and no parameter may depend on others in a way that was not observed.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import LoadRecord, load_record_of
-from vllm_delta_sync.engine.model.loader_trace import Copy, Trace, trace_loader
+from vllm_delta_sync.engine.model.loader_trace import Copy, Target, Trace, trace_loader
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft
 from vllm_delta_sync.engine.model.reload_units import (
@@ -132,15 +132,19 @@ class _Compiler:
         self._owners = find_owners(model)
         self._of_tensor: dict[int, list[Copy]] = defaultdict(list)
         self._of_target: dict[int, list[Copy]] = defaultdict(list)
+        self._tensors_in: dict[int, set[int]] = defaultdict(set)
+        self._targets_of: dict[int, set[int]] = defaultdict(set)
         for copy in trace.copies:
             self._of_tensor[copy.tensor].append(copy)
             self._of_target[copy.target].append(copy)
-        self._computed_of_tensor: dict[int, set[int]] = defaultdict(set)
-        self._computed_of_target: dict[int, set[int]] = defaultdict(set)
+            self._tensors_in[copy.target].add(copy.tensor)
+            self._targets_of[copy.tensor].add(copy.target)
         for computed in trace.computed:
-            self._computed_of_target[computed.target] |= computed.tensors
+            self._tensors_in[computed.target] |= computed.tensors
             for tensor in computed.tensors:
-                self._computed_of_tensor[tensor].add(computed.target)
+                self._targets_of[tensor].add(computed.target)
+        # Of each target, a live tensor in its memory; None if that is not a single storage of the same size.
+        self._places = [self._place(target) for target in trace.targets]
         # What is not patched by address: target → reason, and ids of tensors.
         self._reasons: dict[int, str] = {}
         self.unfilled: list[str] = []
@@ -157,10 +161,10 @@ class _Compiler:
         pending = list(self._reasons)
         while pending:
             target = pending.pop()
-            for tensor in self._tensors_in(target):
+            for tensor in self._tensors_in[target]:
                 self._reloaded_tensors.add(tensor)
                 groups.join(("target", target), ("tensor", tensor))
-                for other in self._targets_of(tensor):
+                for other in self._targets_of[tensor]:
                     groups.join(("target", other), ("tensor", tensor))
                     if other not in self._reasons:
                         self._reasons[other] = self._reasons[target]
@@ -189,26 +193,24 @@ class _Compiler:
         for computed in self.trace.computed:
             self._reasons.setdefault(computed.target, computed.reason)
         for tensor_path, tensors in self.trace.kept.items():
-            for other in (other for tensor in tensors for other in self._targets_of(tensor)):
+            for other in (other for tensor in tensors for other in self._targets_of[tensor]):
                 self._reasons.setdefault(other, f"{'.'.join(tensor_path)} is kept by the loader")
         for tensor, copies in self._of_tensor.items():
             reason = _find_repetition(self.trace.table[tensor].name, copies)
             if reason is not None:
                 for copy in copies:
                     self._reasons.setdefault(copy.target, reason)
-        storage_users: dict[int, int] = defaultdict(int)
-        for position in range(len(self.trace.targets)):
-            storage_users[self._storage(position)] += 1
-        for position, target in enumerate(self.trace.targets):
+        users = Counter(place.untyped_storage()._cdata for place in self._places if place is not None)
+        for position, (target, place) in enumerate(zip(self.trace.targets, self._places, strict=True)):
             if position in self._reasons:
                 continue
             modules = [path for name in target.names for path in self._processed_by[_split_name(name)]]
             if modules:
                 where = modules[0] or "the model"
                 self._reasons[position] = f"{target.names[0]} is changed after loading, in {where!r}"
-            elif self._destination(position) is None:
+            elif place is None:
                 self._reasons[position] = f"{target.names[0]} is not where the loader left it"
-            elif storage_users[self._storage(position)] > 1:
+            elif users[place.untyped_storage()._cdata] > 1:
                 self._reasons[position] = f"{target.names[0]} was joined with other memory after loading"
             else:
                 conflict = self._find_conflict(position)
@@ -224,12 +226,6 @@ class _Compiler:
             tensor = self._live.get(_split_name(name))
             if tensor is not None:
                 yield "storage", tensor.untyped_storage()._cdata
-
-    def _tensors_in(self, target: int) -> set[int]:
-        return {copy.tensor for copy in self._of_target[target]} | self._computed_of_target[target]
-
-    def _targets_of(self, tensor: int) -> set[int]:
-        return {copy.target for copy in self._of_tensor[tensor]} | self._computed_of_tensor[tensor]
 
     def _find_conflict(self, target: int) -> str | None:
         """Return why copies into a target collide; None if they do not."""
@@ -261,19 +257,16 @@ class _Compiler:
             if position in self._reasons:
                 continue
             self._check_covered(position)
-            found = self._destination(position)
-            if found is not None:
-                storage = found.untyped_storage()._cdata
+            if (place := self._places[position]) is not None:
                 numbers[position] = len(destinations)
-                destinations.append(destination_of(target.names[0], found, self._owners.get(storage, [])))
+                owners = self._owners.get(place.untyped_storage()._cdata, [])
+                destinations.append(destination_of(target.names[0], place, owners))
         for copy in self.trace.copies:
             if copy.tensor not in self._reloaded_tensors:
                 routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.target_region))
         return RouteMap(self.trace.table, destinations, routes, memory=self._memory)
 
-    def _destination(self, position: int) -> torch.Tensor | None:
-        """Return a live tensor in the target's memory; None if that is not a single storage of the same size."""
-        target = self.trace.targets[position]
+    def _place(self, target: Target) -> torch.Tensor | None:
         found = [self._live.get(_split_name(name)) for name in target.names]
         first = found[0]
         if first is None or not is_plain(first) or first.device.type == "meta":
@@ -282,10 +275,6 @@ class _Compiler:
         same = all(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in found)
         fits = first.dtype == target.dtype and storage.nbytes() == target.numel * first.element_size()
         return first if same and fits else None
-
-    def _storage(self, position: int) -> int:
-        found = self._destination(position)
-        return 0 if found is None else found.untyped_storage()._cdata
 
     def _check_covered(self, position: int) -> None:
         """Refuse a parameter that the checkpoint does not fill: it may be computed from another weight, and would go

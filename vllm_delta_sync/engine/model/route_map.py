@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from vllm_delta_sync.engine.model.reload_units import ReloadUnits
-from vllm_delta_sync.engine.model.route import Destination, Region, Route, host_bits, split_regions
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, coalesce, host_bits, split_regions
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
@@ -39,16 +39,14 @@ class RouteMap:
     table: TensorTable
     destinations: list[Destination]
     routes: list[list[Route]]
-    groups: list[list[int]] = field(default_factory=list)
-    loaded: list[bool] = field(default_factory=list)
+    groups: list[list[int]] = field(init=False)
+    loaded: list[bool] = field(init=False)
     reload_units: ReloadUnits | None = None
     memory: WeightMemory = field(default_factory=WeightMemory)
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            self.groups = [[0] * len(routes) for routes in self.routes]
-        if not self.loaded:
-            self.loaded = [bool(routes) for routes in self.routes]
+        self.groups = [[0] * len(routes) for routes in self.routes]
+        self.loaded = [bool(routes) for routes in self.routes]
 
     @property
     def unloaded(self) -> list[str]:
@@ -61,8 +59,8 @@ class RouteMap:
         for unit in units.units:
             for tensor, number in unit.inputs.items():
                 numel = self.table[tensor].numel
-                whole = Region(0, (numel,), (1,)) if numel != 1 else Region(0, (), ())
-                self.routes[tensor] = [Route(number, whole, whole)] if numel else []
+                whole = coalesce((numel,), (0, (1,)), (0, (1,)))
+                self.routes[tensor] = [Route(number, *whole)] if numel else []
                 self.loaded[tensor], self.groups[tensor] = bool(numel), [0] * len(self.routes[tensor])
 
     @cached_property
