@@ -171,7 +171,6 @@ class UndoLog:
         self.nbytes = 0
         self._applied: deque[UndoEntry] = deque()
         self._undone: list[UndoEntry] = []
-        self._unconfirmed: list[UndoEntry] = []
 
     @property
     def versions(self) -> list[int | None]:
@@ -182,7 +181,6 @@ class UndoLog:
         """Add the newest commit. Forgets commits that were taken back: they belong to another history now."""
         self._forget_undone()
         self._applied.append(entry)
-        self._unconfirmed.append(entry)
         self.nbytes += entry.nbytes
         self.writes += 1
 
@@ -224,20 +222,16 @@ class UndoLog:
     def confirm(self) -> None:
         """Drop the device copies of patches, which only a revert within the same pause needs. Host memory keeps the
         patches."""
-        for entry in self._unconfirmed:
+        for entry in (*self._applied, *self._undone):
             if entry.patch.on_device is not None:
                 entry.patch.on_device.release()
-        self._unconfirmed.clear()
 
     def clear(self) -> None:
         """Forget everything."""
         self._applied.clear()
         self._undone.clear()
-        self._unconfirmed.clear()
         self.nbytes = 0
 
     def _forget_undone(self) -> None:
         self.nbytes -= sum(entry.nbytes for entry in self._undone)
-        forgotten = {id(entry) for entry in self._undone}
-        self._unconfirmed = [entry for entry in self._unconfirmed if id(entry) not in forgotten]
         self._undone.clear()

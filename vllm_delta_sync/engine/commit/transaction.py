@@ -15,7 +15,6 @@ from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.protocol import (
     A,
     Commit,
-    Committed,
     Describe,
     RankFailure,
     RankRequest,
@@ -111,7 +110,7 @@ class Transaction:
     Args:
         request: ``Commit``: the version is staged on every rank. ``Revert``: every rank's undo log reaches it.
         run: run id of both versions.
-        matches: whether what the ranks measured in a commit is what the version declares.
+        matches: whether what the ranks measured in a commit is what the version declares; for a revert, always.
         label: the label of outputs afterwards, if it is not the version.
         on_paused: called once the engine is paused.
     """
@@ -123,7 +122,7 @@ class Transaction:
         current: int | None,
         run: str,
         *,
-        matches: Callable[[list[Committed]], bool] = lambda answers: True,
+        matches: Callable[[list[Any]], bool] = lambda answers: True,
         label: int | Literal["target"] | None = "target",
         on_paused: Callable[[], None] = lambda: None,
     ) -> None:
@@ -150,7 +149,9 @@ class Transaction:
             self._port.pause()
             self._mark_time()
             self._on_paused()
-            if not self._move():
+            answers = self._port.call(self._request)
+            self._mark_time()
+            if not self._matches(unwrap(answers)):
                 raise FingerprintMismatchError(
                     f"version {self._target} did not change the weights as declared, so it was taken back"
                 )
@@ -162,17 +163,6 @@ class Transaction:
                 raise
             # Phases that were cut short count as 0 ms.
             self._times += [time.monotonic()] * (3 - len(self._times))
-
-    def _move(self) -> bool:
-        """Make the call that changes the weights. False if a commit did not change them as declared."""
-        if isinstance(self._request, Revert):
-            reverted = self._port.call(self._request)
-            self._mark_time()
-            unwrap(reverted)
-            return True
-        committed = self._port.call(self._request)
-        self._mark_time()
-        return self._matches(unwrap(committed))
 
     def resume(self) -> dict[str, float]:
         """Continue generation; returns the timings in ms.
@@ -198,15 +188,12 @@ class Transaction:
     def _mark_time(self) -> None:
         self._times.append(time.monotonic())
 
-    def _describe(self) -> list[RankState | RankFailure]:
-        return self._port.call(Describe())
-
     def _describe_with_retries(self) -> list[RankState | RankFailure]:
         """Ask the ranks what they hold, repeatedly if they do not answer. Raises WeightsLostError."""
         reason = ""
         for attempt in range(TRIES):
             try:
-                return self._describe()
+                return self._port.call(Describe())
             except DeltaSyncError as error:
                 reason = error.message
                 time.sleep(WAIT_S * attempt)
@@ -241,10 +228,10 @@ class Transaction:
         raise self._lost(reason) from error
 
     def _restore(self) -> None:
-        ranks = self._describe()
+        ranks = self._port.call(Describe())
         if any(isinstance(rank, RankFailure) or rank.version != self._current for rank in ranks):
             unwrap(self._port.call(Revert(self._current)))
-            ranks = self._describe()
+            ranks = self._port.call(Describe())
         if not all_hold(ranks, self._current):
             raise WeightsLostError(describe_ranks(ranks))
         self._port.label(self._current, self._run)

@@ -12,6 +12,7 @@ graph capture cannot follow loops over data.
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,12 +24,7 @@ ACTIVATIONS = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gel
 SUM_TOKENS = 256
 """Tokens whose expert outputs are summed at a time: bounds the float32 scratch memory of a long prefill."""
 
-_OPERATOR = "delta_sync::plain_experts"
-_SCHEMA = (
-    "plain_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? bias13, Tensor? bias2, "
-    "Tensor weights, Tensor ids, Tensor? expert_map, str activation, bool weighted) -> ()"
-)
-_library: "torch.library.Library | None" = None
+_LIBRARY = "delta_sync"
 
 
 def keep_plain_cpu_experts() -> None:
@@ -94,15 +90,14 @@ def _unexpected(finding: str) -> EngineError:
     )
 
 
-def _register_operator() -> None:
-    global _library
-    if _library is not None:
-        return
-    library = torch.library.Library("delta_sync", "FRAGMENT")
-    library.define(_SCHEMA)
+@cache
+def _register_operator() -> torch.library.Library:
+    """Register ``plain_experts`` as an operator, which lives as long as the library that is returned."""
+    library = torch.library.Library(_LIBRARY, "FRAGMENT")
+    library.define("plain_experts" + torch.library.infer_schema(plain_experts, mutates_args=("out",)))
     library.impl("plain_experts", plain_experts, "CPU")
-    torch.library.register_fake(_OPERATOR, lambda *_: None, lib=library)
-    _library = library
+    torch.library.register_fake(f"{_LIBRARY}::plain_experts", lambda *_: None, lib=library)
+    return library
 
 
 def plain_experts(
