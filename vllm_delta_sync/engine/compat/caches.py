@@ -44,28 +44,24 @@ def check_caches(vllm_config: Any, prefix_cache: str) -> None:
             f"--ec-transfer-config has connector {vllm_config.ec_transfer_config.ec_connector!r}: it would return what "
             "older weights made of an image, because its keys have no version and nothing resets it; leave it out"
         )
-    for connector, reason in _refused_connectors(vllm_config.kv_transfer_config, prefix_cache):
-        raise EngineError(f"--kv-transfer-config has connector {connector!r}: {reason}")
-
-
-def _refused_connectors(config: Any, prefix_cache: str) -> Iterator[tuple[str, str]]:
-    for name, options, module in _parts(config):
-        kinds = CONNECTORS.get(name, frozenset()) if not module else frozenset()
-        if RESETTABLE in kinds and name == "OffloadingConnector":
+    for name, options, module in _parts(vllm_config.kv_transfer_config):
+        kinds = frozenset() if module else CONNECTORS.get(name, frozenset())
+        if name == "OffloadingConnector" and options.get("spec_name", IN_MEMORY_SPEC) != IN_MEMORY_SPEC:
             # Other kinds keep blocks on disk or on other machines, where a reset leaves them.
-            in_memory = options.get("spec_name", IN_MEMORY_SPEC) == IN_MEMORY_SPEC
-            kinds = kinds if in_memory else kinds - {RESETTABLE}
+            kinds -= {RESETTABLE}
         if not kinds:
-            yield (
-                name,
+            reason = (
                 "keys and values of older weights could come back through it: it has keys without a version and drops "
                 f"nothing at a commit, or it is unknown here; use one of {', '.join(sorted(CONNECTORS))}, or leave it "
-                "out",
+                "out"
             )
         elif prefix_cache == RESET and RESETTABLE not in kinds:
-            yield name, "a reset does not reach all that it keeps; set prefix_cache to salt, or leave it out"
+            reason = "a reset does not reach all that it keeps; set prefix_cache to salt, or leave it out"
         elif prefix_cache == SALT and BY_HASH not in kinds:
-            yield name, "it was not tested with prefix_cache 'salt'; set prefix_cache to reset, or leave it out"
+            reason = "it was not tested with prefix_cache 'salt'; set prefix_cache to reset, or leave it out"
+        else:
+            continue
+        raise EngineError(f"--kv-transfer-config has connector {name!r}: {reason}")
 
 
 def _parts(config: Any) -> Iterator[tuple[str, dict[str, Any], str | None]]:
@@ -219,12 +215,9 @@ class WeightCaches:
                 continue
             computed = request.num_computed_tokens // scheduler.hash_block_size
             request.block_hashes[computed:] = map(_unique, request.block_hashes[computed:])
-            for connector in _offloading(scheduler.connector):
-                state = connector.connector_scheduler._req_status.get(request.request_id)
-                if state is not None:
-                    limit = state.max_offload_tokens
-                    computed_tokens = request.num_computed_tokens
-                    state.max_offload_tokens = computed_tokens if limit is None else min(limit, computed_tokens)
+            for state in _offloading_states(scheduler.connector, request):
+                limits = (state.max_offload_tokens, request.num_computed_tokens)
+                state.max_offload_tokens = min(limit for limit in limits if limit is not None)
 
     def _hasher(self, original: Callable[[Any], list[bytes]]) -> Callable[[Any], list[bytes]]:
         """Return what computes the hashes of a request's next full blocks."""
@@ -250,8 +243,12 @@ class WeightCaches:
             _set_key(request, key)
             request.block_hashes.clear()
             request.update_block_hashes()
-            for connector in _offloading(self._engine.scheduler.connector):
-                _forget_keys(connector, request)
+            for state in _offloading_states(self._engine.scheduler.connector, request):
+                # Its hashes are read again, all of which have changed.
+                state.max_offload_tokens = (request.kv_transfer_params or {}).get("max_offload_tokens")
+                for group in state.group_states:
+                    group.offload_keys.clear()
+                    group.next_stored_chunk_idx = group.num_hit_chunks = 0
         return original(request, *args, **kwargs)
 
     def _store(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,20 +277,11 @@ def _holds_blocks(scheduler: Any, request: Any) -> bool:
     return any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
 
 
-def _offloading(connector: Any) -> list[Any]:
-    """Return vLLM's OffloadingConnectors, which remember the hashes of each request."""
+def _offloading_states(connector: Any, request: Any) -> list[Any]:
+    """Return what vLLM's OffloadingConnectors remember of a request, its hashes among it."""
     parts = getattr(connector, "_connectors", None)
     if parts is not None:
-        return [found for part in parts for found in _offloading(part)]
-    return [connector] if getattr(connector, "connector_scheduler", None) is not None else []
-
-
-def _forget_keys(connector: Any, request: Any) -> None:
-    """Let a connector read a request's hashes again, all of which have changed."""
-    state = connector.connector_scheduler._req_status.get(request.request_id)
-    if state is None:
-        return
-    state.max_offload_tokens = (request.kv_transfer_params or {}).get("max_offload_tokens")
-    for group in state.group_states:
-        group.offload_keys.clear()
-        group.next_stored_chunk_idx = group.num_hit_chunks = 0
+        return [state for part in parts for state in _offloading_states(part, request)]
+    scheduler = getattr(connector, "connector_scheduler", None)
+    state = None if scheduler is None else scheduler._req_status.get(request.request_id)
+    return [] if state is None else [state]

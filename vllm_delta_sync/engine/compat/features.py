@@ -28,6 +28,11 @@ ONE_RANK_EACH = "external_launcher"
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 FLAGS_WITHOUT_PLUGINS = ("--grpc",)
 """Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
+REFUSED_FORMATS = {
+    "dummy": "random weights are no version of any run; use delta_sync, which starts from the bucket, or leave it out",
+    "ipc_cache": "the weights lie in the cache daemon's memory, where patches would reach every engine that maps them; "
+    "use auto or delta_sync",
+}
 NEEDED = {
     "vllm.v1.engine": ("EngineCoreRequestType.WAKEUP",),
     "vllm.v1.engine.core": (
@@ -129,17 +134,9 @@ def check_features(vllm_config: Any) -> None:
 
 
 def _check_load_format(load_format: Any) -> None:
-    chosen = str(load_format)
-    if chosen == "dummy":
-        raise EngineError(
-            "--load-format is 'dummy': random weights are no version of any run; use delta_sync, which starts from the "
-            "bucket, or leave it out"
-        )
-    if chosen == "ipc_cache":
-        raise EngineError(
-            "--load-format is 'ipc_cache': the weights lie in the cache daemon's memory, where patches would reach "
-            "every engine that maps them; use auto or delta_sync"
-        )
+    reason = REFUSED_FORMATS.get(str(load_format))
+    if reason is not None:
+        raise EngineError(f"--load-format is {str(load_format)!r}: {reason}")
 
 
 def _check_quantization(quant_config: Any, name: Any) -> None:

@@ -84,7 +84,9 @@ def differing_modules(worker: Any, adapter: Adapter, memory: WeightMemory) -> se
         return set()
     try:
         loaded = worker.model_runner.lora_manager._load_adapter(lora.lora_request(adapter))
-        beside = _manager_beside(manager)
+        # It shares vLLM's settings, and has no adapters and no slots in use.
+        beside = copy.copy(manager)
+        beside._registered_adapters = _empty(manager._registered_adapters)
         type(beside).add_adapter(beside, loaded)
     except Exception as error:  # vLLM raises what its loader raises
         reason = f"{type(error).__name__}: {error}"
@@ -95,13 +97,6 @@ def differing_modules(worker: Any, adapter: Adapter, memory: WeightMemory) -> se
         if name not in found and _differs_in_slot(manager, beside, name, layer, adapter, memory):
             found.add(name)
     return found
-
-
-def _manager_beside(manager: Any) -> Any:
-    """Return a manager that shares vLLM's settings, and has no adapters and no slots in use."""
-    beside = copy.copy(manager)
-    beside._registered_adapters = _empty(manager._registered_adapters)
-    return beside
 
 
 def _empty(cache: Any) -> Any:

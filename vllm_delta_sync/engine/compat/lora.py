@@ -1,8 +1,8 @@
 """What vLLM's LoRA is asked: does an adapter fit the model, load it in place, forget it, which adapters it holds.
 
-All of this runs in a worker process. ``load`` and ``remove`` are vLLM's own calls on its worker; ``check_adapter``
-finds beforehand what vLLM would find during a commit, or would not find: it copies tensors of too small a shape into
-its buffers, and leaves out modules that the model lacks.
+All of this runs in a worker process. ``load`` is vLLM's own call on its worker; ``check_adapter`` finds beforehand
+what vLLM would find during a commit, or would not find: it copies tensors of too small a shape into its buffers, and
+leaves out modules that the model lacks.
 """
 
 import json
@@ -32,11 +32,6 @@ def load(worker: Any, adapter: Adapter) -> None:
         raise EngineError(f"vLLM did not load adapter {adapter.name!r}: {type(error).__name__}: {error}") from error
     if adapter.number not in worker.list_loras():
         raise EngineError(f"vLLM loaded adapter {adapter.name!r} and does not list it")
-
-
-def remove(worker: Any, adapter: Adapter) -> None:
-    """Let vLLM forget an adapter, if it has it."""
-    worker.remove_lora(adapter.number)
 
 
 def forget_all(worker: Any) -> None:

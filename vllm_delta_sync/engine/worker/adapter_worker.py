@@ -218,7 +218,7 @@ class AdapterWorker(RankWorker):
         """Let vLLM load the host copy with a configuration; None: let it forget the adapter."""
         self._loaded = None
         if config is None:
-            lora.remove(self._worker, self.adapter)
+            self._worker.remove_lora(self.adapter.number)
             return
         arrays = {
             spec.name: (spec.dtype, bits_of(tensor).reshape(spec.shape))
