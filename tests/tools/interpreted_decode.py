@@ -34,7 +34,6 @@ from vllm_delta_sync.engine.model.decode_triton import (
     joined_tiles,
     tile_fields,
 )
-from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.kernels import read_only
 from vllm_delta_sync.format.table import DTYPES, DType, TensorSpec, TensorTable
@@ -386,26 +385,8 @@ def check_room() -> None:
         assert said[0] > 0
 
 
-def check_refusals() -> None:
-    (sample,) = encoded_samples([((200,), 0.5)], "BF16", (0, 0, 0, 0), 0, "plain")
-    described = sample.grid, sample.element, 0, sample.plain, sample.starts, sample.sizes, None
-    _, fields, shared = tile_fields(*described)
-    parts = (fields, shared), [sample.tables], [sample.thresholds]
-    with pytest.raises(UnsupportedError, match="tiles of I64 are decoded on the CPU only"):
-        TileBatch.of(DTYPES["I64"], *parts)
-    batch = TileBatch.of(sample.element, *parts)
-    shapes = array_shapes(batch, sample.streams.size + decode_triton.PADDING - 8, torch.int64)
-    arrays = DecodeArrays(*(torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in shapes))
-    with pytest.raises(ValueError, match="too few"):
-        decode_tiles(batch, arrays)
-    none = replace(batch, fields=batch.fields[:, :0])
-    decode_tiles(none, arrays)
-    assert not arrays.positions.any()
-
-
 def main() -> None:
     check_room()
-    check_refusals()
     check_parts()
     if DEVICE.type == "cpu":
         # Larger vectors are interpreted faster.

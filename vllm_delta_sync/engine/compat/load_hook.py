@@ -1,6 +1,6 @@
 """``watch_loading`` records what vLLM does to weights after a model's loader has filled it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from vllm_delta_sync.engine.model.load_record import record_load
 class _ModuleSubset:
     """A subset of a model's modules, in the form that vLLM's step after loading iterates over."""
 
-    def __init__(self, model: Any, paths: Iterable[str]) -> None:
-        self._model, self._paths = model, list(paths)
+    def __init__(self, model: Any, paths: list[str]) -> None:
+        self._model, self._paths = model, paths
         # It may work on any of the model's modules.
         if hasattr(model, "process_weights_after_loading"):
             self.process_weights_after_loading = model.process_weights_after_loading
@@ -44,7 +44,7 @@ def watch_loading() -> None:
         return
 
     def process(model: Any, model_config: Any, target_device: torch.device) -> None:
-        def step(target: Any, paths: Iterable[str] | None) -> None:
+        def step(target: Any, paths: list[str] | None) -> None:
             with kept_untied(model_config):
                 original(target if paths is None else _ModuleSubset(target, paths), model_config, target_device)
 

@@ -25,7 +25,6 @@ from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.coder import Decoding, key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid
 from vllm_delta_sync.engine.model.commit_triton import WIDTHS
-from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import DType
 from vllm_delta_sync.tensors.changes import Rectangle
 from vllm_delta_sync.tensors.torch_views import SIGNED
@@ -456,7 +455,7 @@ class TileBatch:
     """Tiles that are decoded together, of any number of tensors and blocks, in host memory.
 
     Attributes:
-        element: of all tensors, or another one of their width that is a float as they are.
+        element: of all tensors, or another one of their width that is a float as they are; of at most 32 bits.
         fields: (9, tiles). parts: (parts, 6). tables: (blocks, TABLES, 2, 2^LONGEST). limits: (blocks, CLASSES).
         room: changes that the streams may have, at most. words: of 32 elements in all tiles that are not plain.
     """
@@ -477,13 +476,7 @@ class TileBatch:
         tables: Sequence[Decoding],
         thresholds: Sequence[npt.NDArray[np.uint8]],
     ) -> "TileBatch":
-        """Return the batch of what ``tile_fields`` returned; ``tables`` and ``thresholds`` are those of each block.
-
-        Raises:
-            UnsupportedError: the elements have 64 bits.
-        """
-        if element.itemsize == 8:
-            raise UnsupportedError(f"tiles of {element.name} are decoded on the CPU only")
+        """Return the batch of what ``tile_fields`` returned; ``tables`` and ``thresholds`` are those of each block."""
         fields, parts = tiles
         every = np.stack(tables)
         numbers, plain = np.divmod(fields[PART.value], 2)
@@ -564,16 +557,9 @@ def decode_tiles(batch: TileBatch, arrays: DecodeArrays) -> None:
     undefined ones. The tile whose changes do not fit, and those after it that have any, get ``TOO_MANY``; whether a
     tensor has as many as its block declares is left to the caller.
 
-    Raises:
-        ValueError: the streams have too few bytes.
+    Args:
+        batch: at least one tile.
     """
-    if not batch.tiles:
-        return
-    last_bit = int((batch.fields[START.value] + batch.fields[BITS.value]).max())
-    if last_bit > 8 * (arrays.streams.nbytes - PADDING):
-        raise ValueError(
-            f"{arrays.streams.nbytes} bytes of streams, too few for their tiles and {PADDING} bytes after them"
-        )
     count, room = batch.tiles, min(arrays.positions.numel(), arrays.distances.numel())
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.cuda.device_of(arrays.streams):

@@ -92,12 +92,11 @@ class Batch:
     @property
     def _shapes(self) -> Shapes:
         first = self.parts[0].patch
-        index = torch.int32 if first.positions.itemsize == 4 else torch.int64
         return [
             ((len(self.parts), FIXED_COLUMNS + 2 * self.dims), torch.int64),
             ((self.blocks,), torch.int32),
             ((self.blocks,), torch.int32),
-            ((self.elements,), index),
+            ((self.elements,), SIGNED[first.positions.itemsize]),
             ((self.elements,), SIGNED[first.element.itemsize]),
         ]
 

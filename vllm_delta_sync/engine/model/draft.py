@@ -1,12 +1,11 @@
 """``Draft``: the model that drafts for an engine, and how it is joined with the served one; see ``ModelWithDraft``."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.model.load_record import LoadRecord, TensorPath, keep_record, load_record_of
+from vllm_delta_sync.engine.model.load_record import LoadRecord, TensorPath, is_under, keep_record, load_record_of
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.model_with_draft import DRAFT, MODEL, ModelWithDraft
 from vllm_delta_sync.errors import ModelError
@@ -63,10 +62,9 @@ class Draft:
 
 
 def _join_records(skeleton: ModelWithDraft, records: dict[str, LoadRecord]) -> LoadRecord:
-    def process(replica: ModelWithDraft, paths: Iterable[str] | None) -> None:
-        wanted = None if paths is None else list(paths)
+    def process(replica: ModelWithDraft, paths: list[str] | None) -> None:
         for part, record in records.items():
-            own = None if wanted is None else [_within(part, path) for path in wanted if _is_inside(part, path)]
+            own = None if paths is None else [path[len(part) + 1 :] for path in paths if is_under(path, (part,))]
             if own is None or own:
                 record.process(getattr(replica, part), own)
 
@@ -87,11 +85,3 @@ def _path(part: str, path: str) -> str:
 
 def _inside(part: str, at: TensorPath) -> TensorPath:
     return _path(part, at[0]), at[1]
-
-
-def _is_inside(part: str, path: str) -> bool:
-    return path == part or path.startswith(f"{part}.")
-
-
-def _within(part: str, path: str) -> str:
-    return path.removeprefix(part).removeprefix(".")

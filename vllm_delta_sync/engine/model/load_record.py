@@ -19,7 +19,7 @@ from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, repli
 
 TensorPath = tuple[str, str]
 """(path of a module, path of a tensor within the module)."""
-Process = Callable[[Any, "Iterable[str] | None"], None]
+Process = Callable[[Any, list[str] | None], None]
 """(model, paths of modules, None for all): run the step after loading."""
 NO_STORAGES: frozenset[int] = frozenset()
 UNKNOWN = -1

@@ -41,10 +41,8 @@ class Ownership:
         route of the rank loads the same region."""
         ids = {ranks: position for position, ranks in enumerate(self.members)}
         found = []
-        for tensor, slots in enumerate(self.slots[rank]):
-            first = [slots.index(slot) == position for position, slot in enumerate(slots)]
-            groups = [ids[self.holders[tensor][slot]] for slot in slots]
-            found.append([group if counts else DUPLICATE for group, counts in zip(groups, first, strict=True)])
+        for holders, slots in zip(self.holders, self.slots[rank], strict=True):
+            found.append([DUPLICATE if slot in slots[:at] else ids[holders[slot]] for at, slot in enumerate(slots)])
         return found
 
     def is_loaded(self, tensor: int) -> bool:

@@ -55,10 +55,10 @@ from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.format.fingerprint import tensor_seed
 from vllm_delta_sync.format.table import DType, TensorSpec
+from vllm_delta_sync.tensors.torch_views import SIGNED
 
 WORD_BYTES = 8 * CLASSES
 """Bytes of scratch memory per word of 32 elements: the masks of all classes, and what comes before each."""
-TORCH_INDEX = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 TILE_BYTES = 128
 """Bytes per tile, at most: its fields and those of its part, members, counts."""
 
@@ -135,15 +135,12 @@ def _decode(
     owners = np.repeat(np.arange(len(jobs)), [job.numbers.size for job in jobs])
     tiles = fields, parts = joined_tiles([(job.fields, job.parts) for job in jobs])
     # Jobs of one block share its tables.
-    blocks: dict[int, int] = {}
-    for job in jobs:
-        blocks.setdefault(id(job.coded.tables), len(blocks))
-    parts[:, BLOCK.value] = np.repeat([blocks[id(job.coded.tables)] for job in jobs], [len(job.parts) for job in jobs])
-    tables = {blocks[id(job.coded.tables)]: job.coded for job in jobs}
+    blocks = {id(job.coded.tables): job.coded for job in jobs}
+    places = {key: number for number, key in enumerate(blocks)}
+    parts[:, BLOCK.value] = np.repeat([places[id(job.coded.tables)] for job in jobs], [len(job.parts) for job in jobs])
     every = TileBatch.of(
-        element, tiles, [tables[block].tables for block in range(len(tables))],
-        [tables[block].thresholds for block in range(len(tables))],
-    )  # fmt: skip
+        element, tiles, [coded.tables for coded in blocks.values()], [coded.thresholds for coded in blocks.values()]
+    )
     streams = (fields[BITS.value] + 7) // 8 + 1
     tables_bytes = every.tables[0].nbytes + every.limits[0].nbytes + 2 * ALIGNMENT
     numbers, plain = np.divmod(fields[PART.value], 2)
@@ -218,7 +215,7 @@ def _decode_window(
     batch = TileBatch.of(
         element, (fields, parts), [coded.tables for coded in known], [coded.thresholds for coded in known]
     )
-    shapes = array_shapes(batch, at + PADDING, TORCH_INDEX[index])
+    shapes = array_shapes(batch, at + PADDING, SIGNED[index.itemsize])
     arrays = DecodeArrays(*carve(arena, shapes))
     inputs = shapes[:INPUTS]
     on_host = [array.numpy() for array in carve(workspace.on_host, inputs)]
@@ -300,7 +297,7 @@ def compile_decoder(elements: set[DType], routes: RouteMap, workspace: Workspace
     for element, index in itertools.product(elements, indices):
         if element.itemsize < 8:
             batch = TileBatch.of(element, (fields, parts), [tables], [limits])
-            shapes = array_shapes(batch, PADDING, TORCH_INDEX[index])
+            shapes = array_shapes(batch, PADDING, SIGNED[index.itemsize])
             arena[: bytes_of(shapes)].zero_()
             arrays = DecodeArrays(*carve(arena, shapes))
             arrays.fields.copy_(torch.from_numpy(batch.fields))

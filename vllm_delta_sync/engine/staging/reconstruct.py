@@ -17,6 +17,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -154,8 +155,6 @@ class _ProgressLog:
 
 def drain_tensors(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, CPU tensor of the served dtype and shape) of all tensors; frees each in the state."""
-    from vllm_delta_sync.tensors.torch_views import tensor_from_bits
-
     for position, spec in enumerate(run.table):
         bits = state.bits[position]
         state.bits[position] = np.empty(0, bits.dtype)
