@@ -117,39 +117,31 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def walk_tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (module path, path within the module, tensor) of every tensor reachable from a model: parameters, buffers,
     plain attributes, and tensors inside objects that modules keep; once per path of a tensor."""
-    for path, module, is_first in _modules(model):
-        for registered in (module._parameters, module._buffers):
-            for name, tensor in list(registered.items()):
-                if isinstance(tensor, torch.Tensor):
-                    yield path, name, tensor
-        if is_first is not None:
-            for name, found in _reachable(module, is_first):
-                if isinstance(found, torch.Tensor):
-                    yield path, name, found
+    for path, name, found in _walk(model):
+        if isinstance(found, torch.Tensor):
+            yield path, name, found
 
 
 def walk_numbers(model: Any) -> Iterator[tuple[str, str, float]]:
     """Yield (module path, path within the module, number) of every number attached to a model."""
-    for path, module, is_first in _modules(model):
-        if is_first is not None:
-            for name, found in _reachable(module, is_first):
-                if isinstance(found, float | int):
-                    yield path, name, found
+    for path, name, found in _walk(model):
+        if isinstance(found, float | int):
+            yield path, name, found
 
 
-def _modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, set[int] | None]]:
-    """Yield (path, module, ids of the objects searched so far, or None if the module was seen before)."""
+def _walk(model: Any) -> Iterator[tuple[str, str, torch.Tensor | float]]:
     seen: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        yield path, module, None if id(module) in seen else seen
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield path, name, tensor
+        if id(module) in seen:
+            continue
         seen.add(id(module))
-
-
-def _reachable(module: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
-    for name, value in list(vars(module).items()):
-        if name not in ("_parameters", "_buffers", "_modules"):
-            for inner, found in _find_inside(value, seen):
-                yield name + inner, found
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for inner, found in _find_inside(value, seen):
+                    yield path, name + inner, found
 
 
 def _find_inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:

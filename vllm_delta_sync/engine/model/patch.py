@@ -147,11 +147,7 @@ class PatchBuilder:
             MemoryError: the patch does not fit into memory.
         """
         if isinstance(piece, Sparse):
-            for patch in _route_sparse(piece, self._routes):
-                if isinstance(patch, RoutePatch):
-                    self._routed.append(patch)
-                else:
-                    self._sparse.append(patch)
+            self._add_sparse(piece)
             return
         spec = self._routes.table[piece.id]
         measured = fingerprint_tensor(spec.name, piece.bits)
@@ -164,6 +160,31 @@ class PatchBuilder:
         self._after[piece.id] = measured
         self._full.add(piece.id)
         self._dense += [DensePatch.of(route, signed_view(piece.bits)) for route in self._routes.routes[piece.id]]
+
+    def _add_sparse(self, group: Sparse) -> None:
+        narrow: list[_Part] = []
+        wide: list[_Part] = []
+        cursor = 0
+        for tensor, positions, data in group.tensors():
+            start, cursor = cursor, cursor + positions.size
+            spec = self._routes.table[tensor]
+            seed = tensor_seed(spec.name)
+            for route, holders in zip(self._routes.routes[tensor], self._routes.groups[tensor], strict=True):
+                first, last = 0, positions.size
+                if route.source.numel < spec.numel:
+                    ends = np.searchsorted(positions, [route.source.offset, route.source.last + 1])
+                    first, last = int(ends[0]), int(ends[1])
+                if last == first:
+                    continue
+                destination = self._routes.destinations[route.destination]
+                if is_on_device(destination, self._routes):
+                    mine = slice(first, last)
+                    self._routed += _route_patch(group, positions[mine], data[mine], route, seed, holders)
+                    continue
+                part = _Part(seed, start + first, start + last, route, holders)
+                (narrow if destination.flat.numel() < NARROW_ELEMENTS else wide).append(part)
+        self._sparse += _fill(group, narrow, np.int32)
+        self._sparse += _fill(group, wide, np.int64)
 
     def add_routed(self, patch: RoutePatch) -> None:
         """Add changes that a device has decoded where its weights are; as ``add``."""
@@ -191,33 +212,6 @@ class _Part(NamedTuple):
     last: int
     route: Route
     holders: int
-
-
-def _route_sparse(group: Sparse, routes: RouteMap) -> Iterator[SparsePatch | RoutePatch]:
-    narrow: list[_Part] = []
-    wide: list[_Part] = []
-    cursor = 0
-    for tensor, positions, data in group.tensors():
-        start, cursor = cursor, cursor + positions.size
-        spec = routes.table[tensor]
-        seed = tensor_seed(spec.name)
-        for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
-            first, last = 0, positions.size
-            if route.source.numel < spec.numel:
-                ends = np.searchsorted(positions, [route.source.offset, route.source.last + 1])
-                first, last = int(ends[0]), int(ends[1])
-            if last == first:
-                continue
-            destination = routes.destinations[route.destination]
-            if is_on_device(destination, routes):
-                mine = slice(first, last)
-                yield from _route_patch(group, positions[mine], data[mine], route, seed, holders)
-                continue
-            extent = destination.flat.numel()
-            part = _Part(seed, start + first, start + last, route, holders)
-            (narrow if extent < NARROW_ELEMENTS else wide).append(part)
-    yield from _fill(group, narrow, np.int32)
-    yield from _fill(group, wide, np.int64)
 
 
 def _route_patch(

@@ -225,7 +225,6 @@ class LoaderReplay:
     def _leaf(self, scope: ReloadScope, meta_leaf: MetaLeaf) -> Callable[[torch.Tensor], torch.Tensor]:
         """Give memory to a scope's tensors, initialized as before loading where known; ``meta_leaf`` makes the rest."""
         wanted: dict[int, torch.UntypedStorage] = {}
-        fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
         index = _ScopeIndex([scope], self._targets)
         for path, name, tensor in walk_tensors(self._skeleton):
             live = self.live.get((path, name))
@@ -239,9 +238,7 @@ class LoaderReplay:
                 wanted[known._cdata] = zeros.untyped_storage()
             initial = self._initial_value(path, name, tensor, scope)
             if initial is not None:
-                fillings.append((view_in_storage(tensor, wanted[known._cdata]), initial))
-        for there, initial in fillings:
-            there.copy_(initial)
+                view_in_storage(tensor, wanted[known._cdata]).copy_(initial)
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             found = wanted.get(tensor.untyped_storage()._cdata)
@@ -423,13 +420,9 @@ class ReloadUnits:
         for whole in dense:
             changes[whole.route.destination].append(whole)
         for unit in self.units:
-            after = {
-                tensor: _bits_after(changes[number], self.destinations[number])
-                for tensor, number in unit.inputs.items()
-            }
-            changed = any(value is not None for value in after.values())
             if not unit.outputs and self._is_not_served(unit):
                 continue
+            changed = any(changes[number] for number in unit.inputs.values())
             if changed and not unit.outputs and not unit.numbers:
                 # A scale that is 1.0, for example, may be kept as a number that was 1.0 before loading too.
                 raise ModelError(
@@ -439,8 +432,8 @@ class ReloadUnits:
                 )
             if everything or changed:
                 affected.append(unit)
-                for tensor, value in after.items():
-                    bits[tensor] = self.destinations[unit.inputs[tensor]].bits if value is None else value
+                for tensor, number in unit.inputs.items():
+                    bits[tensor] = _bits_after(changes[number], self.destinations[number].bits)
         return list(chain.from_iterable(self._differences(affected, bits)))
 
     def _is_not_served(self, unit: ReloadUnit) -> bool:
@@ -499,11 +492,9 @@ class ReloadUnits:
         return unit is None or all(self.destinations[output.route.destination].is_live for output in unit.outputs)
 
 
-def _bits_after(changes: list[SparsePatch | DensePatch], host_copy: Destination) -> Bits | None:
-    """Return the bits that a host copy will have; None if they do not change."""
-    if not changes:
-        return None
-    bits = host_copy.bits.copy()
+def _bits_after(changes: list[SparsePatch | DensePatch], bits: Bits) -> Bits:
+    """Return the bits that a host copy will have."""
+    bits = bits.copy() if changes else bits
     for change in changes:
         if isinstance(change, DensePatch):
             region_view(signed_view(bits), change.route.target).copy_(change.data)
