@@ -23,7 +23,6 @@ from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.compat import load_hook, write_hooks
-from vllm_delta_sync.engine.compat.load_hook import is_runtime_state
 from vllm_delta_sync.engine.compat.speculation import folder_of
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model import load_record
@@ -138,7 +137,7 @@ def serve(
         model: Any = kind(0, 1)
         model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
         prepare(model)
-        world.record = load_record.record_load(model, process, is_runtime_state)
+        world.record = load_record.record_load(model, process)
         return [model]
 
     world.fresh = fresh  # type: ignore[method-assign]
@@ -553,7 +552,7 @@ def test_the_step_of_a_model_as_a_whole_is_repeated(tmp_path: Path, monkeypatch:
     from vllm.model_executor.model_loader import base_loader, utils
 
     steps: list[Process] = []
-    monkeypatch.setattr(load_hook, "record_load", lambda model, step, _: steps.append(step))
+    monkeypatch.setattr(load_hook, "record_load", lambda model, step: steps.append(step))
     monkeypatch.setattr(base_loader, "process_weights_after_loading", utils.process_weights_after_loading)
     load_hook.watch_loading()
     config = SimpleNamespace(dtype=torch.bfloat16, quantization=None, word_embeddings_untied_by_checkpoint=False)

@@ -13,6 +13,7 @@ graph capture cannot follow loops over data.
 
 import inspect
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -160,13 +161,8 @@ def plain_experts(
 
 def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
     """Return (expert, first row, end row) of each expert that has rows."""
-    groups = []
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            groups.append((expert, start, start + count))
-            start += count
-    return groups
+    ends = pairwise(accumulate(counts, initial=0))
+    return [(expert, start, end) for expert, (start, end) in enumerate(ends) if start < end]
 
 
 def _swigluoai(out: torch.Tensor, gate_up: torch.Tensor) -> None:

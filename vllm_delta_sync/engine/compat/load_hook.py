@@ -23,13 +23,6 @@ class _ModuleSubset:
             yield path, self._model.get_submodule(path)
 
 
-def is_runtime_state(name: str) -> bool:
-    """Return whether vLLM fills a tensor of that name from requests or adapters: KV caches, LoRA layers, and adapters
-    that its manager, an attribute of the model, holds in host memory."""
-    attributes = name.partition("[")[0].split(".")
-    return attributes[-1] == "kv_cache" or "lora" in attributes[-1] or attributes[0] == "lora_manager"
-
-
 def watch_loading() -> None:
     """Record every model that vLLM loads in this process before vLLM changes its weights, and how to repeat the change.
 
@@ -48,7 +41,7 @@ def watch_loading() -> None:
             with kept_untied(model_config):
                 original(target if paths is None else _ModuleSubset(target, paths), model_config, target_device)
 
-        record_load(model, step, is_runtime_state)
+        record_load(model, step)
 
     process.delta_sync = True  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = process

@@ -68,7 +68,7 @@ def _join_records(skeleton: ModelWithDraft, records: dict[str, LoadRecord]) -> L
             if own is None or own:
                 record.process(getattr(replica, part), own)
 
-    joined = LoadRecord(skeleton, process, is_runtime_state=records[MODEL].is_runtime_state)
+    joined = LoadRecord(skeleton, process)
     for part, record in records.items():
         joined.changed |= {_path(part, path): {_inside(part, at) for at in of} for path, of in record.changed.items()}
         joined.made |= {_inside(part, at) for at in record.made}

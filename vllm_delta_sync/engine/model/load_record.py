@@ -2,7 +2,7 @@
 
 After loading, engines pack weights for a kernel, quantize them or multiply some in advance. ``record_load`` wraps that
 step: it keeps a data-less replica of the model as the loader left it, which can be loaded again, and records which
-modules the step changed. This module does not depend on vLLM; ``compat/load_hook.py`` installs it.
+modules the step changed. ``compat/load_hook.py`` installs it.
 """
 
 import weakref
@@ -43,7 +43,6 @@ class LoadRecord:
         opaque_operations: operations that took weights and returned something other than tensors, such as a kernel's
             handle to a copy that nothing else can reach.
         numbers: every number that is not whole, as it was after the step.
-        is_runtime_state: whether a tensor of that name is filled by requests or adapters, never from weights.
     """
 
     skeleton: Any
@@ -54,7 +53,6 @@ class LoadRecord:
     live: dict[TensorPath, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     opaque_operations: list[str] = field(default_factory=list)
     numbers: dict[TensorPath, float] = field(default_factory=dict)
-    is_runtime_state: Callable[[str], bool] = lambda name: False
 
     def added_since_load(self, model: Any) -> list[str]:
         """Return the names of tensors and numbers that appeared after loading and may have been computed from weights.
@@ -74,7 +72,7 @@ class LoadRecord:
             and tensor.is_floating_point()
             and tensor.numel()
             and tensor.untyped_storage()._cdata not in known
-            and not self.is_runtime_state(name)
+            and not is_runtime_state(name)
         ]
         values = set(self.numbers.values())
         found += [
@@ -145,6 +143,13 @@ class _ProvenanceMode(TorchDispatchMode):
         return found
 
 
+def is_runtime_state(name: str) -> bool:
+    """Return whether vLLM fills a tensor of that name from requests or adapters: KV caches, LoRA layers, and adapters
+    that its manager, an attribute of the model, holds in host memory."""
+    attributes = name.partition("[")[0].split(".")
+    return attributes[-1] == "kv_cache" or "lora" in attributes[-1] or attributes[0] == "lora_manager"
+
+
 def dotted_path(where: TensorPath) -> str:
     """Return a tensor path as one name."""
     return ".".join(part for part in where if part)
@@ -170,17 +175,11 @@ def _is_same_view(one: torch.Tensor, other: Any) -> bool:
     return first == second
 
 
-def record_load(
-    model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False
-) -> LoadRecord:
-    """Run the step after loading on a whole model, and record what it does.
-
-    Args:
-        is_runtime_state: see ``LoadRecord``.
-    """
+def record_load(model: Any, process: Process) -> LoadRecord:
+    """Run the step after loading on a whole model, and record what it does."""
     # The step may free the memory of a tensor; a reference keeps its identity, ``cdata``, from being reused.
     before: dict[TensorPath, StorageWeakRef] = {}
-    record = LoadRecord(replicate(model, MetaLeaf(model)), process, is_runtime_state=is_runtime_state)
+    record = LoadRecord(replicate(model, MetaLeaf(model)), process)
     for path, name, tensor in walk_tensors(model):
         if is_plain(tensor):
             before[path, name] = StorageWeakRef(tensor.untyped_storage())
