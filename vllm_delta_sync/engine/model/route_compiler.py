@@ -26,7 +26,7 @@ from vllm_delta_sync.engine.model.reload_units import (
     find_owners,
     live_tensors,
 )
-from vllm_delta_sync.engine.model.route import Destination, Region, Route, find_overlap
+from vllm_delta_sync.engine.model.route import Destination, Route, find_overlap
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule, check_left_out, fill_untied_heads
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
@@ -154,23 +154,18 @@ class _Compiler:
         """Return the scopes to reload; they have nothing in common."""
         self._find_reasons()
         groups = _Groups()
-        for target in self._reasons:
+        # Every tensor of a scope adds its other targets to the scope, and those add their tensors.
+        reloaded = list(self._reasons)
+        for target in reloaded:
             for node in self._neighbours(target):
                 groups.join(("target", target), node)
-        # Every tensor of a scope adds its other targets to the scope, and those add their tensors.
-        pending = list(self._reasons)
-        while pending:
-            target = pending.pop()
             for tensor in self._tensors_in[target]:
                 self._reloaded_tensors.add(tensor)
-                groups.join(("target", target), ("tensor", tensor))
                 for other in self._targets_of[tensor]:
                     groups.join(("target", other), ("tensor", tensor))
                     if other not in self._reasons:
                         self._reasons[other] = self._reasons[target]
-                        pending.append(other)
-                        for node in self._neighbours(other):
-                            groups.join(("target", other), node)
+                        reloaded.append(other)
         for tensor_path, tensors in self.trace.kept.items():
             # This includes tensors that are loaded nowhere else.
             self._reloaded_tensors.update(tensors)
@@ -286,9 +281,13 @@ class _Compiler:
             if not self._of_target[position]:
                 self.unfilled.append(target.names[0])
             return
+        # What is copied is disjoint, as ``_find_conflict`` has found; constants may have been overwritten.
         regions = [copy.target_region for copy in self._of_target[position]]
-        regions += [region for of, region, _ in self.trace.paddings if of == position and region.numel]
-        covered = sum(region.numel for region in _without_repeats(regions))
+        for of, region, _ in self.trace.paddings:
+            own = of == position and region.numel and region.is_injective
+            if own and find_overlap([*regions, region]) is None:
+                regions.append(region)
+        covered = sum(region.numel for region in regions)
         if covered != target.numel:
             raise ModelError(
                 f"parameter {target.names[0]!r} gets {covered} of its {target.numel} elements from the checkpoint: "
@@ -303,15 +302,6 @@ def _find_repetition(name: str, copies: Sequence[Copy]) -> str | None:
     if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset)) is not None:
         return f"an element of tensor {name!r} is loaded to two places"
     return None
-
-
-def _without_repeats(regions: list[Region]) -> list[Region]:
-    """Drop regions that overlap others."""
-    kept: list[Region] = []
-    for region in regions:
-        if region.is_injective and find_overlap([*kept, region]) is None:
-            kept.append(region)
-    return kept
 
 
 def _split_name(name: str) -> tuple[str, str]:
