@@ -38,10 +38,7 @@ class RunCache:
     """
 
     def __init__(
-        self,
-        trusted: Sequence[str] = (),
-        store: Mapping[str, Any] | None = None,
-        cache: ObjectCache | None = None,
+        self, trusted: Sequence[str] = (), store: Mapping[str, Any] | None = None, cache: ObjectCache | None = None
     ) -> None:
         self._keyring = Keyring(trusted)
         self._store = None if store is None else StoreOptions(**store)

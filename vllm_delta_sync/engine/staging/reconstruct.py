@@ -1,6 +1,5 @@
 """``rebuild`` rebuilds the newest reachable version's weights for an engine, from a root and verified steps."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.logs import LogThrottle
 from vllm_delta_sync.run.read_plan import ReadPlanner, Root
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
@@ -114,9 +114,16 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
         NotFoundError: a version that is needed is not retained.
         DeltaSyncError: a document or object is damaged, or the store failed.
     """
+    throttle = LogThrottle(logger, SECONDS_BETWEEN_LINES)
+    throttle.is_due("progress")  # not at once
+
+    def log_progress(done: int, total: int) -> None:
+        if throttle.is_due("progress"):
+            logger.info("rebuilding version %d: %.1f of %.1f MB", target.version, done / 1e6, total / 1e6)
+
     has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
-        found = restore(run, target, folder if has_weights else None, progress=_ProgressLog(target), avoid=avoid)
+        found = restore(run, target, folder if has_weights else None, progress=log_progress, avoid=avoid)
     except BaseUnavailableError as error:
         if Root(run.manifest(0)).is_branch:
             raise
@@ -138,19 +145,6 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
         len(found.plan.steps),
     )
     return found.state
-
-
-class _ProgressLog:
-    """Logs progress every ``SECONDS_BETWEEN_LINES``."""
-
-    def __init__(self, target: Manifest) -> None:
-        self._target = target
-        self._last_logged = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._last_logged >= SECONDS_BETWEEN_LINES:
-            self._last_logged = time.monotonic()
-            logger.info("rebuilding version %d: %.1f of %.1f MB", self._target.version, done / 1e6, total / 1e6)
 
 
 def drain_tensors(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:

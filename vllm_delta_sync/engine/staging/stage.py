@@ -75,12 +75,12 @@ def stage_update(
     Args:
         run: the run followed.
         fingerprints: per tensor id, before the commit.
-        folder: see ``stage_rebuilt``.
+        folder: model folder that vLLM was started with; see ``restore_version``, which a rebuild calls.
         weights_stamp: see ``LiveBaseReader``.
 
     Raises:
         ChainError: the target is of another run. FingerprintError: the current weights are not those it was made
-        against. Also what ``open_steps``, ``build_patch``, ``stage_anchor`` and ``stage_rebuilt`` raise.
+        against. Also what ``open_steps``, ``build_patch``, ``stage_anchor`` and ``restore_version`` raise.
     """
     target = plan.target
     if target.run != run.info.run:
@@ -98,7 +98,9 @@ def stage_update(
         patch = build_patch(target.version, steps, routes, fingerprints, base, timer, routed)
     elif plan.rebuild:
         # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
-        patch = stage_rebuilt(run, target, folder, routes)
+        state = restore_version(run, target, folder)
+        dense = [patch for tensor, bits in enumerate(state.bits) for patch in _dense_patches(tensor, bits, routes)]
+        patch = StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
         timer.tick("fetch")
         timer.tick("decode")
     else:
@@ -218,20 +220,6 @@ def stage_anchor(document: Manifest | Anchor, run: Run, routes: RouteMap, timer:
         raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
     fingerprints = [found[tensor] for tensor in range(len(routes.table))]
     return StagedPatch(document.version, [], Fingerprint(), dense, fingerprints)
-
-
-def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> StagedPatch:
-    """Return a patch that turns any weights of a rank into the target version. O(model) memory, or disk.
-
-    Args:
-        folder: model folder that vLLM was started with; see ``restore_version``.
-
-    Raises:
-        DeltaSyncError: as ``restore_version``.
-    """
-    state = restore_version(run, target, folder)
-    dense = [patch for tensor, bits in enumerate(state.bits) for patch in _dense_patches(tensor, bits, routes)]
-    return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
 
 
 def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> list[DensePatch]:
