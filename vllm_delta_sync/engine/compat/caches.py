@@ -15,6 +15,7 @@ commit and the client's own ``cache_salt``, so that nothing is dropped and nothi
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from vllm_delta_sync.engine.compat.patches import wrap_method
@@ -180,7 +181,7 @@ class WeightCaches:
         self._equipped = True
         if self._engine.request_block_hasher is None:
             return  # there is neither a prefix cache nor a connector
-        self._engine.request_block_hasher = self._hasher(self._engine.request_block_hasher)
+        self._engine.request_block_hasher = partial(self._hash_blocks, self._engine.request_block_hasher)
         blocks = self._engine.scheduler.kv_cache_manager
         for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
             wrap_method(blocks, name, self._look_up)
@@ -219,19 +220,15 @@ class WeightCaches:
                 limits = (state.max_offload_tokens, request.num_computed_tokens)
                 state.max_offload_tokens = min(limit for limit in limits if limit is not None)
 
-    def _hasher(self, original: Callable[[Any], list[bytes]]) -> Callable[[Any], list[bytes]]:
-        """Return what computes the hashes of a request's next full blocks."""
-
-        def hash_blocks(request: Any) -> list[bytes]:
-            key = self._key_of(request)
-            if not hasattr(request, "delta_sync_key"):
-                # A new request. The thread that receives it may be a commit late, which its lookup makes up for.
-                request.delta_sync_salt = request.cache_salt
-                _set_key(request, key)
-            hashes = original(request)
-            return hashes if request.delta_sync_key == key else list(map(_unique, hashes))
-
-        return hash_blocks
+    def _hash_blocks(self, original: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
+        """Return the hashes of a request's next full blocks."""
+        key = self._key_of(request)
+        if not hasattr(request, "delta_sync_key"):
+            # A new request. The thread that receives it may be a commit late, which its lookup makes up for.
+            request.delta_sync_salt = request.cache_salt
+            _set_key(request, key)
+        hashes = original(request)
+        return hashes if request.delta_sync_key == key else list(map(_unique, hashes))
 
     def _look_up(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         """Look for cached blocks of a request that holds none, under the current key."""

@@ -126,33 +126,20 @@ def missing_names() -> tuple[str, ...]:
 
 def check_features(vllm_config: Any) -> None:
     """Refuse options that change where weights come from or lie. Raises EngineError."""
-    _check_load_format(vllm_config.load_config.load_format)
-    _check_quantization(vllm_config.quant_config, vllm_config.model_config.quantization)
-    _check_offloading(vllm_config.offload_config)
-    if vllm_config.speculative_config is not None:
-        check_speculation(vllm_config.speculative_config)
-
-
-def _check_load_format(load_format: Any) -> None:
-    reason = REFUSED_FORMATS.get(str(load_format))
-    if reason is not None:
-        raise EngineError(f"--load-format is {str(load_format)!r}: {reason}")
-
-
-def _check_quantization(quant_config: Any, name: Any) -> None:
-    """Refuse to quantize a checkpoint while it is loaded: each layer is replaced before a trace could begin."""
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in REFUSED_FORMATS:
+        raise EngineError(f"--load-format is {load_format!r}: {REFUSED_FORMATS[load_format]}")
+    quantization = vllm_config.quant_config
     # A quantized checkpoint may have such a configuration too, for the layers that it leaves as they are.
-    chosen = getattr(quant_config, "online_quantization_config", None) or quant_config
-    if chosen is not None and chosen.get_name() == "online":
+    quantization = getattr(quantization, "online_quantization_config", None) or quantization
+    # Each layer would be replaced before a trace could begin.
+    if quantization is not None and quantization.get_name() == "online":
         raise EngineError(
-            f"--quantization is {str(name)!r}: vLLM quantizes weights while it loads them, and keeps nothing that a "
-            "version could be applied to; serve a checkpoint that is quantized already, and give it to the publisher "
-            "as base= (docs/quantized.md)"
+            f"--quantization is {str(vllm_config.model_config.quantization)!r}: vLLM quantizes weights while it loads "
+            "them, and keeps nothing that a version could be applied to; serve a checkpoint that is quantized already, "
+            "and give it to the publisher as base= (docs/quantized.md)"
         )
-
-
-def _check_offloading(offload: Any) -> None:
-    """Refuse offloading: offloaded weights have no fixed address to patch."""
+    offload = vllm_config.offload_config
     for flag, size in (
         ("--cpu-offload-gb", offload.uva.cpu_offload_gb),
         ("--offload-group-size", offload.prefetch.offload_group_size),
@@ -162,6 +149,8 @@ def _check_offloading(offload: Any) -> None:
                 f"{flag} is {size:g}: offloaded weights are moved while the engine runs, so they have no address to "
                 "patch; leave it out, or use more tensor parallel ranks"
             )
+    if vllm_config.speculative_config is not None:
+        check_speculation(vllm_config.speculative_config)
 
 
 def check_layout(vllm_config: Any, *, offline: bool = False) -> None:

@@ -11,6 +11,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,21 +48,18 @@ class SlotChanges:
         found: SlotChanges | None = getattr(manager, "delta_sync_changes", None)
         if found is None:
             found = manager.delta_sync_changes = cls()
-            patches.wrap_method(manager, "activate_adapter", found._count(manager))
+            patches.wrap_method(manager, "activate_adapter", partial(found._activate, manager))
         return found
 
-    def _count(self, manager: Any) -> Callable[..., Any]:
-        def activate(original: Callable[..., Any], number: int) -> Any:
-            # Called for every step of every request; a slot is filled only if the adapter has none yet.
-            if number in manager.lora_index_to_id:
-                return original(number)
+    def _activate(self, manager: Any, original: Callable[..., Any], number: int) -> Any:
+        # Called for every step of every request; a slot is filled only if the adapter has none yet.
+        if number in manager.lora_index_to_id:
+            return original(number)
+        self._counts[number] += 1
+        try:
+            return original(number)
+        finally:
             self._counts[number] += 1
-            try:
-                return original(number)
-            finally:
-                self._counts[number] += 1
-
-        return activate
 
     def slot(self, manager: Any, number: int) -> tuple[int | None, int]:
         """Return an adapter's slot, None if it has none, and a count that is odd while the slot is being filled."""

@@ -243,10 +243,7 @@ def warn_untested() -> None:
     name, version = distribution_version()
     if not is_tested(version):
         logger.warning(
-            "vllm-delta-sync was tested with vLLM %s, this is %s %s",
-            ", ".join(TESTED_VERSIONS),
-            name,
-            version,
+            "vllm-delta-sync was tested with vLLM %s, this is %s %s", ", ".join(TESTED_VERSIONS), name, version
         )
 
 
