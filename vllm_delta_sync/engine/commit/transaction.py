@@ -12,16 +12,7 @@ from typing import Any, Literal, Protocol
 
 from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
-from vllm_delta_sync.engine.protocol import (
-    A,
-    Commit,
-    Describe,
-    RankFailure,
-    RankRequest,
-    RankState,
-    Revert,
-    unwrap,
-)
+from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, RankState, Revert, unwrap
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, FingerprintError, WeightsLostError
 
 TRIES = 3

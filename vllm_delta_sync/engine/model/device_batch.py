@@ -149,13 +149,13 @@ def cut_batches(patches: list[RoutePatch], routes: RouteMap, groups: list[int], 
         block_bytes = BLOCK * (patch.positions.itemsize + patch.data.itemsize) + 8
         start = 0
         while start < patch.positions.size:
-            count = min(patch.positions.size - start, (room - part_bytes) * BLOCK // block_bytes)
-            if parts and (count <= 0 or kind(patch) != kind(parts[0].patch)):
+            is_full = (room - part_bytes) * BLOCK < block_bytes
+            if parts and (is_full or kind(patch) != kind(parts[0].patch)):
                 yield Batch(parts)
                 parts = []
             if not parts:
                 room = most - PACKED_ARRAYS * ALIGNMENT
-                count = min(patch.positions.size - start, (room - part_bytes) * BLOCK // block_bytes)
+            count = min(patch.positions.size - start, (room - part_bytes) * BLOCK // block_bytes)
             parts.append(BatchPart(patch, destination, row, start, start + count))
             room -= part_bytes + -(-count * block_bytes // BLOCK)
             start += count

@@ -86,9 +86,7 @@ def split_regions(first: Region, second: Region, limit: int) -> Iterator[tuple[R
         sizes = (count, *rest) if count > 1 else rest
         cut = [
             Region(
-                region.offset + start * region.strides[0],
-                sizes,
-                region.strides if count > 1 else region.strides[1:],
+                region.offset + start * region.strides[0], sizes, region.strides if count > 1 else region.strides[1:]
             )
             for region in (first, second)
         ]

@@ -1,6 +1,5 @@
 """``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -143,7 +142,5 @@ def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: 
 
 def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
     """As ``fingerprint_in_place``, on any device, through a copy in host memory."""
-    copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu().reshape(-1)
-    strides = [math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
-    index = (source.offset, source.strides)
-    return fingerprint_strided(name, host_bits(copied), source.sizes, (0, strides), index)
+    copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu()
+    return fingerprint_in_place(name, copied.reshape(-1), source, Region(0, target.sizes, copied.stride()))

@@ -14,7 +14,7 @@ from typing import NoReturn
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.commit_plan import REBUILD, Key, UpdatePlan, WeightPosition, step_key
-from vllm_delta_sync.engine.planning.lineage import RunSegment, RunVersion, ancestry, connect_runs
+from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connect_runs
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.protocol import failed_step
 from vllm_delta_sync.errors import (
@@ -268,20 +268,16 @@ class UpdatePlanner:
             steps = self._own.path(position.version, target)
             return [(step, step.end) for step in steps]
         wanted = [RunVersion(self._run, target), *self._history.origins()]
-        segments = connect_runs(ancestry(position.run, position.version), wanted)
-        path = [found for segment in segments or [] for found in self._segment_steps(segment)]
+        path: StepPath = []
+        for run, first, last in connect_runs(ancestry(position.run, position.version), wanted) or []:
+            own = run.info.run == self._run.info.run
+            path += [(step, step.end if own else None) for step in self._planner(run).path(first, last)]
         if not path:
             raise ChainError(f"no update leads from run {position.run.info.run} to run {self._run.info.run}")
         if path[-1][1] is None:
             # The path ends in the source run, at the version that is version 0 of the branch.
             path[-1] = (path[-1][0], 0)
         return path
-
-    def _segment_steps(self, segment: RunSegment) -> StepPath:
-        steps = self._planner(segment.run).path(segment.first, segment.last)
-        if segment.run.info.run == self._run.info.run:
-            return [(step, step.end) for step in steps]
-        return [(step, None) for step in steps]
 
     def _plan_prefix(self, position: WeightPosition, path: StepPath, memory_bytes: int) -> UpdatePlan | None:
         """Plan as many steps of a path as fit, ending beyond the served version; return None if a document was marked
