@@ -92,8 +92,4 @@ def hide_serials(client: Any) -> None:
 
 def _parts(label: str) -> tuple[str, dict[str, str]]:
     own, *parts = label.split(";")
-    adapters: dict[str, str] = {}
-    for part in parts:
-        name, _, held = part.rpartition("=")
-        adapters[name] = held
-    return own, adapters
+    return own, {name: held for name, _, held in (part.rpartition("=") for part in parts)}

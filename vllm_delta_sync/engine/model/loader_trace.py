@@ -181,45 +181,37 @@ class _LoadRecorder(TorchDispatchMode):
             return
         memory = self.trace.targets[target]
         where = f"{memory.names[0]} (while loading {self.current})"
-        is_copy = func is aten.copy_.default
         sources = tensors
         if func in OVERWRITES:
             sources = NO_TENSORS.union(*(self._sources_of(source) for source in tensors_in(args[1:])))
         self._add_sources(tensor, sources)
-        if not sources and tensor.dtype == memory.dtype:
-            place = int(tensor.storage_offset()), tensor.stride()
-            self.trace.paddings.append((target, coalesce(tensor.shape, place, place)[0], len(self.trace.copies)))
-        elif tensor.dtype != memory.dtype:
+        place = int(tensor.storage_offset()), tensor.stride()
+        if tensor.dtype != memory.dtype:
             reason = f"{where} is written through a view of another dtype"
-            self.trace.computed.append(Computed(target, sources, reason))
-        elif not is_copy:
-            reason = f"{where} is written by {func}, which is not a copy"
-            self.trace.computed.append(Computed(target, sources, reason))
-        else:
-            self._record_copy(target, tensor, args[1], where)
-
-    def _record_copy(self, target: int, tensor: torch.Tensor, source: torch.Tensor, where: str) -> None:
-        position = self._sources.get(source.untyped_storage()._cdata)
-        if position is None:
-            reason = f"{where} receives computed values, not elements of the checkpoint"
-        elif source.dtype != tensor.dtype:
-            name = self.trace.table[position].name
-            reason = (
-                f"{where} casts {name} from {source.dtype} to {tensor.dtype}; publish what is served: give the "
-                "Publisher base= with the served checkpoint, or a model whose config has that dtype"
-            )
-        elif source.shape != tensor.shape:
-            reason = f"{where} copies {tuple(source.shape)} into {tuple(tensor.shape)} by broadcasting"
-        else:
-            if source.numel():
-                first, second = coalesce(
-                    source.shape,
-                    (int(source.storage_offset()), source.stride()),
-                    (int(tensor.storage_offset()), tensor.stride()),
-                )
-                self.trace.copies.append(Copy(position, target, first, second))
+        elif not sources:
+            self.trace.paddings.append((target, coalesce(tensor.shape, place, place)[0], len(self.trace.copies)))
             return
-        self.trace.computed.append(Computed(target, self._sources_of(source), reason))
+        elif func is not aten.copy_.default:
+            reason = f"{where} is written by {func}, which is not a copy"
+        else:
+            source = args[1]
+            position = self._sources.get(source.untyped_storage()._cdata)
+            if position is None:
+                reason = f"{where} receives computed values, not elements of the checkpoint"
+            elif source.dtype != tensor.dtype:
+                reason = (
+                    f"{where} casts {self.trace.table[position].name} from {source.dtype} to {tensor.dtype}; publish "
+                    "what is served: give the Publisher base= with the served checkpoint, or a model whose config has "
+                    "that dtype"
+                )
+            elif source.shape != tensor.shape:
+                reason = f"{where} copies {tuple(source.shape)} into {tuple(tensor.shape)} by broadcasting"
+            else:
+                if source.numel():
+                    regions = coalesce(source.shape, (int(source.storage_offset()), source.stride()), place)
+                    self.trace.copies.append(Copy(position, target, *regions))
+                return
+        self.trace.computed.append(Computed(target, sources, reason))
 
     def record_kept(self, replica: Any) -> None:
         """Record tensors that the loader left on the model outside its targets."""

@@ -128,22 +128,16 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
         if Root(run.manifest(0)).is_branch:
             raise
         fact = error.message.partition("; pass base=")[0]
-        if has_weights:
-            raise BaseUnavailableError(
-                f"{fact}; start from a model folder with the original safetensors, or with none"
-            ) from error
-        raise BaseUnavailableError(
-            f"{fact}, and the model folder {folder!r} holds no safetensors; put the original checkpoint's safetensors "
-            "into the model folder, or make the recorded path readable"
-        ) from error
-    logger.info(
-        "rebuilt version %d of run %s: %s of version %d, then %d steps",
-        target.version,
-        target.run,
-        "anchor" if found.plan.root.is_stored else found.plan.root.manifest.kind,
-        found.plan.root.version,
-        len(found.plan.steps),
-    )
+        remedy = "; start from a model folder with the original safetensors, or with none"
+        if not has_weights:
+            remedy = (
+                f", and the model folder {folder!r} holds no safetensors; put the original checkpoint's safetensors "
+                "into the model folder, or make the recorded path readable"
+            )
+        raise BaseUnavailableError(f"{fact}{remedy}") from error
+    root, kind = found.plan.root, "anchor" if found.plan.root.is_stored else found.plan.root.manifest.kind
+    path = f"{kind} of version {root.version}, then {len(found.plan.steps)} steps"
+    logger.info("rebuilt version %d of run %s: %s", target.version, target.run, path)
     return found.state
 
 
