@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft, load_weights
@@ -231,15 +232,9 @@ class _HideMeta(TorchFunctionMode):
         return False if func == IS_META else func(*args, **(kwargs or {}))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:

@@ -156,25 +156,18 @@ class History:
 
     def compare_with_bucket(self, served: Manifest) -> tuple[bool | None, str | None]:
         """Read the bucket: does it hold a version as served (None: unreadable); and if not, why."""
+        # Of run.json, absence too: then nothing is known of the manifest.
+        unreadable: tuple[type[DeltaSyncError], ...] = (StoreError, NotFoundError)
         try:
             if self.is_replaced():
                 return False, f"another run lies at {self._url!r} now"
+            unreadable = (StoreError,)
             there = self.run.manifest(served.version)
-        except StoreError as error:
-            return None, error.message
-        except NotFoundError as error:
-            return (None if self._cannot_be_read() else False), error.message
         except DeltaSyncError as error:
-            return False, error.message
+            return (None if isinstance(error, unreadable) else False), error.message
         if there.digest != served.digest:
             return False, f"version {served.version} is {there.digest} in the bucket, {served.digest} was served"
         return True, None
-
-    def _cannot_be_read(self) -> bool:
-        try:
-            return self.is_replaced()
-        except DeltaSyncError:
-            return True
 
     def origins(self) -> list[RunVersion]:
         """Return the versions of source runs that this run descends from, youngest first; empty if it is no branch.
