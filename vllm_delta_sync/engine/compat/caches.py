@@ -255,8 +255,7 @@ class WeightCaches:
 
 
 def _key_at_hashing(request: Any) -> str | None:
-    key: str | None = getattr(request, "delta_sync_key", "")
-    return key
+    return getattr(request, "delta_sync_key", "")
 
 
 def _set_key(request: Any, key: str | None) -> None:

@@ -171,20 +171,17 @@ def _input_size(layer: Any) -> int | None:
     sizes."""
     base = layer.base_layer
     # An embedding's input_size is that of its vectors.
-    size = getattr(base, "org_vocab_size" if hasattr(base, "embedding_dim") else "input_size", None)
-    return None if size is None else int(size)
+    return getattr(base, "org_vocab_size" if hasattr(base, "embedding_dim") else "input_size", None)
 
 
 def _output_size(layer: Any, part: int | None) -> int | None:
     """Return the outputs of a whole linear layer or embedding, or of one part of a layer; None for other layers."""
     base = layer.base_layer
     if hasattr(base, "embedding_dim"):
-        return int(base.embedding_dim)
+        return base.embedding_dim
     if part is None:
-        size = getattr(base, "output_size", None)
-        return None if size is None else int(size)
-    sizes = getattr(base, "output_sizes", None)
-    if sizes is None:
+        return getattr(base, "output_size", None)
+    if not hasattr(base, "output_sizes"):
         return None
     # Where ranks share a head of keys and values, vLLM counts it once per rank.
-    return int(sizes[part]) // (getattr(base, "num_kv_head_replicas", 1) if part else 1)
+    return base.output_sizes[part] // (getattr(base, "num_kv_head_replicas", 1) if part else 1)

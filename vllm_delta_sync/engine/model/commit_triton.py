@@ -26,20 +26,9 @@ WIDTHS = {
 
 @triton.jit
 def commit_kernel(
-    table,
-    firsts,
-    segments,
-    positions,
-    data,
-    sums,
-    REVERSE: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    FLOAT: tl.constexpr,
-    SIGNED: tl.constexpr,
-    UNSIGNED: tl.constexpr,
-    DIMS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    table, firsts, segments, positions, data, sums, REVERSE: tl.constexpr, RELATIVE: tl.constexpr, FLOAT: tl.constexpr,
+    SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, DIMS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Write a batch and add the change of fingerprint to ``sums``; see ``PackedBatch`` for the arguments.
 
     The order of floats is that of ``device_patch``: a negative pattern x stands at x ^ largest.

@@ -24,27 +24,12 @@ BLOCKS_PER_PROGRAM = 8
     ]
 )  # fmt: skip
 def add_hashes(
-    flat,
-    sums,
-    seed: tl.uint64,
-    count: tl.uint32,
-    at: tl.int64,
-    start: tl.int64,
-    size0: tl.uint32,
-    size1: tl.uint32,
-    size2: tl.uint32,
-    step0: tl.int64,
-    step1: tl.int64,
-    step2: tl.int64,
-    step3: tl.int64,
-    stride0: tl.int64,
-    stride1: tl.int64,
-    stride2: tl.int64,
-    stride3: tl.int64,
-    DIMS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    flat, sums, seed: tl.uint64, count: tl.uint32, at: tl.int64, start: tl.int64,
+    size0: tl.uint32, size1: tl.uint32, size2: tl.uint32,
+    step0: tl.int64, step1: tl.int64, step2: tl.int64, step3: tl.int64,
+    stride0: tl.int64, stride1: tl.int64, stride2: tl.int64, stride3: tl.int64,
+    DIMS: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Add the hashes of a box of ``count`` elements to two sums.
 
     The element with coordinates c is flat[at + Σ cᵢ·stepᵢ] and has flat index start + Σ cᵢ·strideᵢ in its tensor.

@@ -38,8 +38,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 def replicate(model: Model, leaf: Leaf) -> Model:
     """Copy a module tree; each tensor becomes ``leaf(tensor)``, with the class and attributes of the original."""
-    found: Model = _Copier(leaf).copy(model)
-    return found
+    return _Copier(leaf).copy(model)
 
 
 class MetaLeaf:

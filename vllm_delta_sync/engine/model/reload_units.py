@@ -293,6 +293,10 @@ def _merge_scopes(scopes: list[ReloadScope]) -> ReloadScope:
     )
 
 
+Owners = dict[int, list[tuple[torch.nn.Module, str]]]
+"""Storage → the (module, attribute) pairs that refer to it."""
+
+
 def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torch.Tensor]:
     """Return tensor path at loading → the tensor that is now there; it may have moved to another module."""
     found = {(path, name): tensor for path, name, tensor in walk_tensors(model)}
@@ -305,9 +309,9 @@ def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torc
     return found
 
 
-def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
-    """Return storage → the (module, attribute) pairs that refer to it."""
-    found: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+def find_owners(model: Any) -> Owners:
+    """Return the owners of each of a model's storages."""
+    found: Owners = defaultdict(list)
     for path, name, tensor in walk_tensors(model):
         module = model.get_submodule(path)
         if is_plain(tensor) and getattr(module, name, None) is tensor:
@@ -539,17 +543,18 @@ def _find_outputs(
             continue
         if storage not in numbers:
             numbers[storage] = len(destinations)
-            destinations.append(destination_of(dotted_path(where), live, replay.owners.get(storage, [])))
+            destinations.append(destination_of(dotted_path(where), live, replay.owners))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
 
 
-def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
+def destination_of(name: str, tensor: torch.Tensor, owners: Owners) -> Destination:
     """Return the whole storage of a tensor, as a destination."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-    return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
+    of_storage = owners.get(storage._cdata, [])
+    return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), of_storage)
 
 
 def _describe_difference(reloaded: torch.Tensor, live: torch.Tensor) -> str | None:

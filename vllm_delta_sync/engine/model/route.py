@@ -316,5 +316,4 @@ def signed_view(bits: Bits) -> torch.Tensor:
 
 def host_bits(flat: torch.Tensor) -> Bits:
     """Inverse of ``signed_view``, for a tensor in host memory."""
-    signed: np.ndarray = flat.numpy()
-    return signed.view(f"<u{flat.element_size()}")
+    return flat.numpy().view(f"<u{flat.element_size()}")

@@ -254,8 +254,7 @@ class _Compiler:
             self._check_covered(position)
             if (place := self._places[position]) is not None:
                 numbers[position] = len(destinations)
-                owners = self._owners.get(place.untyped_storage()._cdata, [])
-                destinations.append(destination_of(target.names[0], place, owners))
+                destinations.append(destination_of(target.names[0], place, self._owners))
         for copy in self.trace.copies:
             if copy.tensor not in self._reloaded_tensors:
                 routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.target_region))
