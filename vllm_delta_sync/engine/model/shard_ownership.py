@@ -91,18 +91,15 @@ def prove_ownership(table: TensorTable, regions: Sequence[Sequence[Sequence[Regi
         for rank, rank_regions in enumerate(regions):
             slots[rank].append([order[region] for region in rank_regions[tensor]])
         holders.append([tuple(ranks) for ranks in found.values()])
-        if found:
-            _prove_whole(spec.name, tuple(found), spec.numel)
+        if _overlap(tuple(found)):
+            raise ModelError(f"two ranks load parts of tensor {spec.name!r} that overlap without being the same")
+        covered = sum(region.numel for region in found)
+        if found and covered != spec.numel:
+            raise ModelError(
+                f"only {covered} of {spec.numel} elements of tensor {spec.name!r} are loaded, over all ranks"
+            )
     members = sorted({ranks for of_tensor in holders for ranks in of_tensor})
     return Ownership(table, slots, holders, members)
-
-
-def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:
-    if _overlap(regions):
-        raise ModelError(f"two ranks load parts of tensor {name!r} that overlap without being the same")
-    covered = sum(region.numel for region in regions)
-    if covered != numel:
-        raise ModelError(f"only {covered} of {numel} elements of tensor {name!r} are loaded, over all ranks")
 
 
 # Layers repeat, so the same shapes are cut in the same way many times.
