@@ -29,7 +29,7 @@ from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
-from vllm_delta_sync.run.checks import read_shard
+from vllm_delta_sync.run.checks import check_tensor, read_shard
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.objects import declared_change, read_object
 from vllm_delta_sync.run.read_plan import Step
@@ -199,7 +199,6 @@ def stage_anchor(document: Manifest | Anchor, run: Run, routes: RouteMap, timer:
     """
     found: dict[int, Fingerprint] = {}
     dense: list[DensePatch] = []
-    declared = document.tensor_fingerprints or {}
     for ref in document.objects:
         data = read_object(run, ref)
         timer.tick("fetch")
@@ -208,11 +207,7 @@ def stage_anchor(document: Manifest | Anchor, run: Run, routes: RouteMap, timer:
             if tensor in found:
                 raise FormatError(f"{ref.key}: tensor {name!r} is carried twice")
             found[tensor] = fingerprint_tensor(name, bits)
-            if found[tensor].hex() != declared.get(name):
-                raise FingerprintError(
-                    f"anchor of version {document.version}: tensor {name!r} has fingerprint {found[tensor].hex()}, it "
-                    f"says {declared.get(name)}"
-                )
+            check_tensor(document, name, found[tensor])
             dense += _dense_patches(tensor, bits, routes)
         timer.tick("decode")
     absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
