@@ -280,7 +280,7 @@ def test_two_ranks_decode_what_they_hold_and_together_all(sliced: SlicedChain) -
     parts = []
     for model in sliced.models(sliced.bits[0], 2):
         routes = trace_routes(model, SLICED)
-        [[reader]] = open_steps(steps, declared, routes, PhaseTimer(), LiveBaseReader(routes, lambda: 0))
+        [[reader]] = open_steps(steps, declared, PhaseTimer(), LiveBaseReader(routes, lambda: 0))
         parts.append(reader.rest())
     for tensor, spec in enumerate(SLICED):
         every, *mine = (positions_of(changes, tensor) for changes in (expected, *parts))

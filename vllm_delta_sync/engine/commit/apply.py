@@ -163,14 +163,17 @@ class UndoLog:
 
     Attributes:
         writes: how often weights were written: commits, and steps back or forward again.
-        nbytes: host memory used, in bytes.
     """
 
     def __init__(self) -> None:
         self.writes = 0
-        self.nbytes = 0
         self._applied: deque[UndoEntry] = deque()
         self._undone: list[UndoEntry] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory used, in bytes."""
+        return sum(entry.nbytes for entry in (*self._applied, *self._undone))
 
     @property
     def versions(self) -> list[int | None]:
@@ -179,9 +182,8 @@ class UndoLog:
 
     def push(self, entry: UndoEntry) -> None:
         """Add the newest commit. Forgets commits that were taken back: they belong to another history now."""
-        self._forget_undone()
+        self._undone.clear()
         self._applied.append(entry)
-        self.nbytes += entry.nbytes
         self.writes += 1
 
     def path(self, version: int | None, current: int | None) -> tuple[list[UndoEntry], bool]:
@@ -213,11 +215,11 @@ class UndoLog:
     def trim(self, limit: int) -> None:
         """Forget the oldest commits until at most ``limit`` bytes are used, and all entries whose earlier weights were
         no version."""
-        self._forget_undone()
+        self._undone.clear()
         while self._applied and (
             self.nbytes > limit or len(self._applied) > ENTRIES or self._applied[0].version is None
         ):
-            self.nbytes -= self._applied.popleft().nbytes
+            self._applied.popleft()
 
     def confirm(self) -> None:
         """Drop the device copies of patches, which only a revert within the same pause needs. Host memory keeps the
@@ -229,9 +231,4 @@ class UndoLog:
     def clear(self) -> None:
         """Forget everything."""
         self._applied.clear()
-        self._undone.clear()
-        self.nbytes = 0
-
-    def _forget_undone(self) -> None:
-        self.nbytes -= sum(entry.nbytes for entry in self._undone)
         self._undone.clear()

@@ -48,20 +48,12 @@ def keep_plain_cpu_experts() -> None:
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> None:
         given = bind(self, *args, **kwargs).arguments
+        # With one expert per token vLLM may have weighted the input already.
+        weighted = not given["apply_router_weight_on_input"]
         torch.ops.delta_sync.plain_experts(
-            given["output"],
-            given["hidden_states"],
-            given["w1"],
-            given["w2"],
-            self.w1_bias,
-            self.w2_bias,
-            given["topk_weights"],
-            given["topk_ids"],
-            given["expert_map"],
-            given["activation"].value,
-            # With one expert per token vLLM may have weighted the input already.
-            not given["apply_router_weight_on_input"],
-        )
+            given["output"], given["hidden_states"], given["w1"], given["w2"], self.w1_bias, self.w2_bias,
+            given["topk_weights"], given["topk_ids"], given["expert_map"], given["activation"].value, weighted,
+        )  # fmt: skip
 
     apply.delta_sync = True  # type: ignore[attr-defined]
     base.process_weights_after_loading = _check_layer
