@@ -74,11 +74,8 @@ def _parts(config: Any) -> Iterator[tuple[str, dict[str, Any], str | None]]:
         yield str(config.kv_connector), options, config.kv_connector_module_path
         return
     for part in options.get("connectors", ()):
-        yield (
-            str(part.get("kv_connector")),
-            part.get("kv_connector_extra_config") or {},
-            part.get("kv_connector_module_path"),
-        )
+        module = part.get("kv_connector_module_path")
+        yield str(part.get("kv_connector")), part.get("kv_connector_extra_config") or {}, module
 
 
 class WeightCaches:

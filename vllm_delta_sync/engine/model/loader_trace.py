@@ -90,11 +90,6 @@ class Trace:
         computed = (found.tensors for found in self.computed)
         return {copy.tensor for copy in self.copies}.union(*computed, *self.kept.values())
 
-    def tensors_in(self, target: int) -> set[int]:
-        """Return the ids of the tensors that are loaded to a target."""
-        computed = (found.tensors for found in self.computed if found.target == target)
-        return {copy.tensor for copy in self.copies if copy.target == target}.union(*computed)
-
 
 class _LoadRecorder(TorchDispatchMode):
     """Tracks checkpoint tensors through all operations. The replica's memory is meta, so nothing is computed."""

@@ -106,8 +106,7 @@ def trace_routes(
     compiler = _Compiler(model, trace, record, memory)
     scopes = compiler.scopes()
     if scopes and load_time_bits is None:
-        more = f" (and {len(scopes) - 1} more)" if len(scopes) > 1 else ""
-        raise ModelError(f"this model cannot be patched in place: {scopes[0].reason}{more}")
+        raise ModelError(f"this model cannot be patched in place: {scopes[0].reason}")
     routes = compiler.routes()
     if compiler.unfilled:
         logger.warning("no tensor of the run is loaded to %s; it keeps its value", ", ".join(compiler.unfilled))

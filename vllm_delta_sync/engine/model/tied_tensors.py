@@ -74,10 +74,11 @@ def fill_untied_heads(trace: Trace, rule: TieRule, skeleton: Any) -> Any:
     if rule.unties(trace.table) is not False:
         return skeleton
     places = {name: place for place, target in enumerate(trace.targets) for name in target.names}
+    filled = {copy.target for copy in trace.copies} | {found.target for found in trace.computed if found.tensors}
     heads = {
         head: embedding
         for head, embedding in rule.untied_heads(skeleton).items()
-        if head in places and not trace.tensors_in(places[head])
+        if head in places and places[head] not in filled
     }
     if not heads:
         return skeleton

@@ -306,19 +306,18 @@ class UpdatePlanner:
                 continue
             if not self._may_serve(target):
                 continue
-            if not step.backwards and self._has_other_digest(target, step):
+            if step.run.info.run == target.run:
+                differs = target.digest != step.high_digest
+            else:
+                # Version 0 of a branch has another manifest than the step leads to, with the same weights.
+                differs = target.fingerprint != step.high_fingerprint.hex()
+            if differs and not step.backwards:
                 self.feedback.mark_bad(
                     step_key(step), ChainError(f"{step.key} leads to another version {end} than the manifest")
                 )
                 return None
             return UpdatePlan(target, [taken for taken, _ in path[:number]])
         raise ChainError(f"no version after {position.version} on the path is readable and may be served")
-
-    def _has_other_digest(self, target: Manifest, step: Step) -> bool:
-        if step.run.info.run == target.run:
-            return target.digest != step.high_digest
-        # Version 0 of a branch has another manifest than the step leads to, with the same weights.
-        return target.fingerprint != step.high_fingerprint.hex()
 
     def _may_serve(self, manifest: Manifest) -> bool:
         """Return whether a commit may end at a version, which then generates."""

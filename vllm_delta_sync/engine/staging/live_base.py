@@ -121,12 +121,11 @@ def cut_tensors(routes: RouteMap) -> list[str]:
         if spec.numel < SMALL_ELEMENTS:
             continue
         try:
-            rectangles = covered_rectangles(spec, _held_views(routes, tensor))
+            _, cut = grid_of(spec.shape).held(covered_rectangles(spec, _held_views(routes, tensor)))
+            is_cut = bool(cut.any())
         except CutTileError:
-            found.append(spec.name)
-            continue
-        _, cut = grid_of(spec.shape).held(rectangles)
-        if cut.any():
+            is_cut = True
+        if is_cut:
             found.append(spec.name)
     return found
 
