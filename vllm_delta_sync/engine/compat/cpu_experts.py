@@ -94,18 +94,10 @@ def _register_operator() -> torch.library.Library:
 
 
 def plain_experts(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    bias13: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    activation: str,
-    weighted: bool,
-) -> None:
+    out: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None,
+    activation: str, weighted: bool,
+) -> None:  # fmt: skip
     """Write the weighted sum of each token's experts, over the experts on this rank, into ``out``.
 
     Args:

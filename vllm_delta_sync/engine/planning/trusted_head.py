@@ -26,8 +26,6 @@ from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 CLOCK_LEEWAY = timedelta(seconds=60)
 """Tolerated difference between clocks."""
 REPEAT_SECONDS = 600.0
-MAX_CHECKED = 1024
-"""Served versions that are remembered to be ancestors of the head."""
 
 
 class TrustedHead:
@@ -51,7 +49,8 @@ class TrustedHead:
         self._file: LastSeenStore | None = None
         self._last_seen: LastSeen | None = None
         self._saved = True
-        self._checked: dict[str, None] = {}
+        # The version served that was found to be an ancestor of the head.
+        self._checked = ""
         self._log = LogThrottle(logger, REPEAT_SECONDS)
         self._run: Run | None = None
         self._head: Head | None = None
@@ -116,10 +115,9 @@ class TrustedHead:
         last_seen = self._last_seen
         if last_seen is not None:
             self._check_descends(run, head, (last_seen.version, last_seen.manifest), stopped_by)
-        if served is not None and served.digest not in self._checked:
+        if served is not None and served.digest != self._checked:
             self._check_descends(run, head, (served.version, served.digest), stopped_by)
-            self._checked[served.digest] = None
-            self._checked = dict.fromkeys(list(self._checked)[-MAX_CHECKED:])
+            self._checked = served.digest
         key = "" if head.signature is None else head.signature.key
         seen = LastSeen(run.info.run, head.version, head.digest, key)
         if self._writes and (seen != last_seen or not self._saved):
