@@ -14,8 +14,6 @@ SERIAL = "~"
 """Stands between a version in a label and its serial number."""
 NO_VERSION = "default"
 """vLLM's own label."""
-HIDDEN = "delta_sync_serials_hidden"
-"""Attribute of a client for which ``hide_serials`` was called: an engine may be attached to again and again."""
 
 
 def version_label(version: int | None, *, serial: bool = True) -> str:
@@ -69,9 +67,10 @@ def hide_serials(client: Any) -> None:
     Cause: vLLM passes an engine's label on as it is: with outputs, and to who asks for it. Symptom: labels that are no
     versions. Remove when: vLLM tells two uses of one label apart.
     """
-    if getattr(client, HIDDEN, False):
+    # An engine may be attached to again and again.
+    if hasattr(client, "delta_sync_serials_hidden"):
         return
-    setattr(client, HIDDEN, True)
+    client.delta_sync_serials_hidden = True
 
     def process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         label = kwargs.get("weight_version")

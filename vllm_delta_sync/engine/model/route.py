@@ -80,9 +80,9 @@ def split_regions(first: Region, second: Region, limit: int) -> Iterator[tuple[R
         yield first, second
         return
     size, rest = first.sizes[0], first.sizes[1:]
-    rows = limit // (first.numel // size)
-    for start in range(0, size, max(1, rows)):
-        count = min(max(1, rows), size - start)
+    rows = max(1, limit // (first.numel // size))
+    for start in range(0, size, rows):
+        count = min(rows, size - start)
         sizes = (count, *rest) if count > 1 else rest
         cut = [
             Region(

@@ -87,8 +87,7 @@ def trace_routes(
             tie_rule.match(made, live)
         return made
 
-    replica = make_replica()
-    trace = trace_loader(replica, table)
+    trace = trace_loader(make_replica(), table)
     if not trace.copies and not trace.computed:
         raise ModelError(
             f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
