@@ -26,7 +26,7 @@ from tests.support.world import World
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles.alphabets import LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.grid import extent, grid_of
-from vllm_delta_sync.engine.model import accelerator, decode_triton
+from vllm_delta_sync.engine.model import accelerator, decode_triton, fingerprint_triton
 from vllm_delta_sync.engine.model.accelerator import Workspace, bytes_of
 from vllm_delta_sync.engine.model.decode_triton import OldBits, TileBatch, array_shapes, tile_fields
 from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch
@@ -184,6 +184,8 @@ def main() -> None:
         # Larger vectors are interpreted faster.
         for name, size in (("LANES", 256), ("MASK_WORDS", 512), ("CHANGES", 512)):
             patch.setattr(decode_triton, name, size)
+        # Weights are hashed on the host: ``interpreted_fingerprint`` is for the kernel that hashes.
+        patch.setattr(fingerprint_triton.DeviceSums, "MAX_DIMS", -1)
         for name, size in (("ARENA_BYTES", 1 << 19), ("LEAST_ARENA_BYTES", 1 << 19), ("WORKSPACE_BYTES", 1 << 18)):
             patch.setattr(accelerator, name, size)
         patch.setattr(WeightMemory, "for_model", lambda model: WeightMemory(SimulatedDevice(has_triton=True)))
