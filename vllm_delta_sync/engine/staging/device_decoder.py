@@ -123,13 +123,9 @@ def decode_on_device(
 
 
 def _decode(
-    jobs: list[TilesOfRoute],
-    index: "np.dtype[Any]",
-    workspace: Workspace,
-    arena: torch.Tensor,
-    memory: WeightMemory,
+    jobs: list[TilesOfRoute], index: "np.dtype[Any]", workspace: Workspace, arena: torch.Tensor, memory: WeightMemory,
     base: LiveBaseReader,
-) -> Iterator[tuple[TilesOfRoute, npt.NDArray[Any], npt.NDArray[Any]]]:
+) -> Iterator[tuple[TilesOfRoute, npt.NDArray[Any], npt.NDArray[Any]]]:  # fmt: skip
     """Yield (job, positions, distances) window by window, of the jobs that have changes there."""
     element = jobs[0].coded.spec.element
     owners = np.repeat(np.arange(len(jobs)), [job.numbers.size for job in jobs])
@@ -180,14 +176,9 @@ def _fits(sizes: npt.NDArray[np.int64], start: int, room: int) -> int:
 
 
 def _decode_window(
-    element: DType,
-    index: "np.dtype[Any]",
-    fields: Fields,
-    parts: Parts,
-    owners: list[CodedTensor],
-    workspace: Workspace,
-    arena: torch.Tensor,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], npt.NDArray[Any]]:
+    element: DType, index: "np.dtype[Any]", fields: Fields, parts: Parts, owners: list[CodedTensor],
+    workspace: Workspace, arena: torch.Tensor,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], npt.NDArray[Any]]:  # fmt: skip
     """Decode some tiles → (tiles,) changes or an error of each, and all positions and distances.
 
     Args:
