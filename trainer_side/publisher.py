@@ -156,6 +156,7 @@ class Publisher:
                 )
                 undo.callback(self._maintenance.close)
             self._committer = Committer(self._bucket, opened, options, ranks.work, self._maintenance)
+            self._table = weights.table
             self.run, self.url, self.began = opened.writer.run, self._bucket.url, opened.began
             self._background.call(self._committer.begin)
             prepare = partial(prepare_devices, self._detector, weights.live, self._committer.baseline)
@@ -248,13 +249,19 @@ class Publisher:
         """Return the (numel,) bits of a tensor of the run, by its id there, as they were published last; read only.
 
         For iterators that ``publish`` reads as ``weights``: until a tensor is yielded, its bits stay as they are.
+
+        Raises:
+            UsageError: this publisher has parts of the run's tensors, as each rank of a sharded model has.
         """
-        return self._committer.baseline.read(tensor)
+        baseline = self._committer.baseline
+        if baseline.table is not self._table:
+            raise UsageError("this publisher has parts of the run's tensors; read them from the run (open_run)")
+        return baseline.read(tensor)
 
     @property
     def table(self) -> TensorTable:
         """The run's tensors."""
-        return self._committer.baseline.table
+        return self._table
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published is durable.

@@ -39,6 +39,7 @@ def publish_both(rank: int, size: int, url: str, way: str, name: str, codec: Lit
             whole = gathered(model)
             given = {"state": f"{rank} {step}".encode(), **({"alone": b""} if rank else {})}
             result = publisher.publish(step, wait=True, sidecars=given)
+            assert publisher.table.total == result.total
             percent = result.metrics()["delta_sync/changed_percent"]
             said.append([result.version, result.total, result.changed, percent])
             if alone is not None:
