@@ -44,7 +44,8 @@ logger = guarded_logger(__name__)
 MERGES_PER_CALL = 8
 """Maximum number of merged deltas that one call of ``maintain`` makes."""
 READ_PER_CALL = 64
-"""Maximum signed documents that one call of ``maintain`` reads, so that a long run is not read at once."""
+"""Maximum documents of a kind (signed anchors, merged deltas; tags) that one call of ``maintain`` reads, so that a long
+run is not read at once."""
 SETTLED_SECONDS = 2.0
 """Age from which an object cannot be rewritten with the same time: times are in whole seconds."""
 
