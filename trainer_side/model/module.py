@@ -483,7 +483,11 @@ def _follow_conversion(model: nn.Module, pretrained: Mapping[str, Any], state: S
     }
     if not pretrained:
         return trace(state, dict)
-    from transformers.core_model_loading import revert_weight_conversion
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        # Before transformers 5, modules held weights in the form of their checkpoints.
+        return trace(state, dict)
 
     def revert(stand_ins: State) -> State:
         found: State = {}
