@@ -166,16 +166,18 @@ class Receiver:
                 self.goal_version = self._newest_allowed() if version is None else version
                 position = self._ensure_position()
                 target = self._resolve_followed_target() if version is None else version
-                if self.served_version is None or (self.served_version < target and not stays):
+                if self.served_version is None or (self.served_version < target and not stays and not until()):
                     self._move_to(position, target, lambda: stays or until(), overruled, explicit)
                 if version is None:
                     self._check_served_in_bucket()
                 if stopped_by is not None and not explicit:
                     raise stopped_by
+            if version is not None:
+                self._pending_order = None
             self._mark_healthy()
         finally:
             # Also after a failure: a hold stays at what is served now, the first version or one on the way.
-            if version is not None and (self.served_version == version or self.board.served is not before):
+            if version is not None and self.board.served is not before:
                 self._pending_order = None
             self._save_order()
 
