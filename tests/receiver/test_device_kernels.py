@@ -27,7 +27,7 @@ def run_with_triton(module: str, **environment: str) -> str:
         "interpreted_commit",
         pytest.param("interpreted_decode", marks=pytest.mark.slow),
         pytest.param("interpreted_diff", marks=pytest.mark.slow),
-        "interpreted_fingerprint",
+        pytest.param("interpreted_fingerprint", marks=pytest.mark.slow),
         pytest.param("interpreted_staging", marks=pytest.mark.slow),
     ],
 )

@@ -168,7 +168,7 @@ def test_skipped_versions_are_named_once(quarantined: MarkedChain, said: pytest.
     for played, line in (
         ("", f"quarantined and skipped: version 6: {REASON!r}"),
         ("", None),
-        ("!!", f"quarantined and skipped: version 7 to 8: {REASON!r}"),
+        ("!!", f"quarantined and skipped: versions 7 to 8: {REASON!r}"),
         (".", None),
         ("!", f"quarantined and skipped: version 10: {REASON!r}"),
     ):

@@ -183,6 +183,7 @@ def test_a_version_that_the_gate_refused_is_never_offered(tmp_path: Path, out: P
 # Readers of others
 
 
+@pytest.mark.slow
 def test_modelexpress_follows(tmp_path: Path) -> None:
     """The receiver of modelexpress, from PyPI, over S3: from the beginning, and each time as a new one."""
     done = run_python("-m", "tests.tools.slime_reader", str(tmp_path), environment={"PYTHONPATH": str(READERS)})

@@ -40,6 +40,7 @@ def falsified(output: str) -> list[str]:
     return re.findall(r"^E +(number=\d+),$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_failure_is_printed_with_its_seed_and_repeats_exactly(folder: Path, tmp_path: Path) -> None:
     (folder / "test_some.py").write_text(WRONG)
     scratch = tmp_path / "scratch"

@@ -37,6 +37,7 @@ for profile in ("quick", "full"):
 CONSTANTS = "".join(f"N{n} = {n * 3737}, {n}.5, 'constant {n}', b'constant {n}'\n" for n in range(200))
 
 
+@pytest.mark.slow
 def test_modules_that_happen_to_be_loaded_change_no_example(tmp_path: Path) -> None:
     """Hypothesis would draw their constants. ``tests/support/fixed_examples.py`` stops it."""
     names = ["here", "later", "much_later"]

@@ -377,8 +377,8 @@ class Receiver:
             return
         first = max(self._last_skipped, -1 if goal is None else goal) + 1
         self._last_skipped = head.version
-        skipped = f"{first} to {head.version}" if first < head.version else str(first)
-        logger.warning("quarantined and skipped: version %s: %s", skipped, head.quarantine.summary())
+        skipped = f"versions {first} to {head.version}" if first < head.version else f"version {first}"
+        logger.warning("quarantined and skipped: %s: %s", skipped, head.quarantine.summary())
 
     def _open_run(self) -> None:
         before = self.run_id

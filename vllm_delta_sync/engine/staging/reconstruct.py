@@ -58,7 +58,7 @@ def newest_good_manifest(
             'quarantined = "serve"'
         )
     if manifest.quarantine is not None:
-        logger.warning("version %d is quarantined and skipped: %s", manifest.version, manifest.quarantine.summary())
+        logger.warning("quarantined and skipped: version %d: %s", manifest.version, manifest.quarantine.summary())
     elif manifest.held_back is not None:
         logger.info("version %d is not exact and skipped: %s", manifest.version, manifest.held_back.summary())
     found = run.manifest(newest)
