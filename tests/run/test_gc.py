@@ -20,6 +20,7 @@ from vllm_delta_sync.errors import (
     FormatError,
     LimitError,
     NotFoundError,
+    UsageError,
 )
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format import documents as side
@@ -409,6 +410,15 @@ def test_plan_of_a_long_run_walks_each_delta_once(monkeypatch: pytest.MonkeyPatc
     )
     assert (len(planned.kept), planned.objects) == (1000, {})
     assert walked[0] <= 10 * 1000
+
+
+def test_policies_that_make_no_sense() -> None:
+    wrong: tuple[dict[str, Any], ...] = (
+        *({"keep_last": 0}, {"keep_every": 0}, {"keep_last": 1.5}, {"min_age": -1.0}, {"longest_pin": float("inf")}),
+    )
+    for fields in wrong:
+        with pytest.raises(UsageError):
+            RetentionPolicy(**fields)
 
 
 def test_version_that_was_let_go_of_is_said_to_be_no_longer_kept(tmp_path: Path) -> None:

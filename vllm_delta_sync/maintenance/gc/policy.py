@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.documents import Heartbeat, Retention
 from vllm_delta_sync.maintenance.gc.contents import Listed, RunContents, graph_of
 from vllm_delta_sync.maintenance.gc.record import spelled
@@ -29,6 +30,9 @@ class RetentionPolicy:
             store's listings.
         longest_pin: seconds. A heartbeat keeps no version published longer ago: anyone may write heartbeats, and a
             forged one must not keep a version forever. A tag does.
+
+    Raises:
+        UsageError: a number is out of range.
     """
 
     keep_last: int = 100
@@ -37,6 +41,16 @@ class RetentionPolicy:
     keep_seconds: float | None = None
     min_age: float = 3600.0
     longest_pin: float = 7 * DAY
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("keep_last", 1), ("keep_every", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < lowest):
+                raise UsageError(f"{name} is {value!r}; give a whole number of at least {lowest}")
+        for name in ("keep_seconds", "min_age", "longest_pin"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise UsageError(f"{name} is {value!r}; give a number of seconds, 0 or more")
 
 
 @dataclass
