@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import RUN, checking_history, opened, positive
 from vllm_delta_sync.cli.command import Report, command, option
-from vllm_delta_sync.cli.text import ProgressBar, clean, many, percent, print_columns, print_fields, size, times
+from vllm_delta_sync.cli.text import ProgressBar, clean, many, percent, pick, print_columns, print_fields, size, times
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.accounting import VersionCost
@@ -59,7 +59,7 @@ def du(options: argparse.Namespace) -> Report:
 def _version(cost: "VersionCost") -> dict[str, Any]:
     stored = Counter(cost.stored)
     return {
-        **cost.row,
+        **pick(cost, "version step kind changed total payload_bytes full_bytes"),
         "stored": {
             "objects": stored["deltas"] + stored["anchors"],
             "standalone_anchor": stored["standalone anchors"],

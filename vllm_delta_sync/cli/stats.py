@@ -1,7 +1,8 @@
 """``delta-sync stats``, which ``maintenance.run_stats`` computes."""
 
 import argparse
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import LAST, RUN, checking_history, last_count, opened
 from vllm_delta_sync.cli.command import Report, command
@@ -9,11 +10,15 @@ from vllm_delta_sync.cli.text import (
     ProgressBar,
     many,
     percent,
+    pick,
     print_columns,
     print_fields,
     size,
 )
 from vllm_delta_sync.units import rounded
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.maintenance.run_stats import VersionStats
 
 SHOWN = 20
 
@@ -46,18 +51,18 @@ def stats(options: argparse.Namespace) -> Report:
         with checking_history(run), ProgressBar("manifests") as bar:
             versions = version_stats(run, last, bar.update)
     newest = versions[-1]
-    published = newest["version"] + 1
+    published = newest.version + 1
     data = {
         "run": run.info.run,
         "url": run.bucket.url,
-        "versions": versions,
+        "versions": [_row(version) for version in versions],
         "summary": {
-            **summarize(versions),
-            "first": versions[0]["version"],
-            "last": newest["version"],
-            "published_bytes": newest["published_bytes"],
-            "full_bytes": newest["published_full_bytes"],
-            "saved_share": newest["saved_share"],
+            **asdict(summarize(versions)),
+            "first": versions[0].version,
+            "last": newest.version,
+            "published_bytes": newest.published,
+            "full_bytes": newest.full,
+            "saved_share": newest.saved_share,
         },
         "read": {
             # Two before the first: for the time since then, and to check that one.
@@ -66,6 +71,15 @@ def stats(options: argparse.Namespace) -> Report:
     }
     shown = options.last if isinstance(options.last, int) else SHOWN
     return Report(data, lambda data: _print(data, shown))
+
+
+def _row(version: "VersionStats") -> dict[str, Any]:
+    return {
+        **pick(version, "version step kind created_at codec compression changed total payload_bytes full_bytes"),
+        **pick(version, "seconds changed_share saved_share"),
+        "published_bytes": version.published,
+        "published_full_bytes": version.full,
+    }
 
 
 def _print(data: dict[str, Any], shown: int) -> None:

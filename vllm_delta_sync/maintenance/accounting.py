@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
@@ -36,7 +36,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Progress = Callable[[int, int], None]
 """Called with documents or objects done and in total."""
 
-_COPIED = ("version", "step", "kind", "changed", "total", "payload_bytes", "full_bytes")
 _DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, COLLECTIONS_CLOCK)
 _HEARTBEAT = re.compile(re.escape(HEARTBEATS_PREFIX) + r"[^/]+\.json")
 
@@ -46,21 +45,29 @@ class VersionCost:
     """What a version takes in the bucket; what several versions name counts for the first of them.
 
     Attributes:
-        row: ``version``, ``step``, ``kind``, ``changed``, ``total``, ``payload_bytes`` and ``full_bytes`` as in its
-            manifest, which takes much more memory. objects: keys of its own objects.
+        version, step, kind, changed, total, payload_bytes, full_bytes: as in its manifest, which takes much more
+            memory. objects: keys of its own objects.
         stored: kind → bytes in the bucket, of its manifest, its own objects, its sidecars and its standalone anchor.
         lost: its own objects that are not stored; garbage collection removed them.
     """
 
-    row: dict[str, Any]
+    version: int
+    step: int
+    kind: str
+    changed: int
+    total: int
+    payload_bytes: int
+    full_bytes: int
     objects: tuple[str, ...]
     stored: dict[Kind, int] = field(default_factory=dict)
     lost: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest) -> "VersionCost":
-        row = {name: getattr(manifest, name) for name in _COPIED}
-        return cls(row, tuple(ref.key for ref in manifest.objects))
+        return cls(
+            manifest.version, manifest.step, manifest.kind, manifest.changed, manifest.total, manifest.payload_bytes,
+            manifest.full_bytes, tuple(ref.key for ref in manifest.objects),
+        )  # fmt: skip
 
 
 @dataclass
