@@ -43,7 +43,7 @@ class Ancestors:
             if lineage is None:
                 lineage = {version: digest}
                 self._lineages = [*self._lineages[1 - _CACHED_LINEAGES :], lineage]
-            while (low := min(lineage)) > wanted:
+            while (low := next(reversed(lineage))) > wanted:
                 numbers = range(low, max(wanted, low - _BATCH), -1)
                 for number, data in zip(numbers, in_parallel(self._stored, numbers), strict=True):
                     lineage[number - 1] = _parent(number, lineage[number], data)
