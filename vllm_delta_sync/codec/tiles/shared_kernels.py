@@ -23,8 +23,8 @@ THREE = np.uint64(3)
 LANES = 16
 """Words of which ``words_passed`` looks at the counts at once."""
 LAST = np.uint32(np.iinfo(np.uint32).max)
-AHEAD_ROWS, AHEAD_ELEMENTS = 2, 8192
-"""By how much prefetching is ahead of reading: rows, or elements of a tensor that is one row."""
+AHEAD = 8192
+"""By about how many elements prefetching is ahead of reading, in whole rows: fewer keep too few reads in flight."""
 
 
 @intrinsic
@@ -127,7 +127,7 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
     limit0, limit1, limit2, limit3 = limits[0], limits[1], limits[2], limits[3]
     tiles = edges.shape[0]
     counts = np.zeros((tiles, CLASSES), np.uint32)
-    one_row = bottom - top == 1
+    ahead = AHEAD if bottom - top == 1 else max(2, AHEAD // max(1, stride)) * stride
     # Row by row, as the elements lie in memory. Unsigned, since numba checks signed indices for negative values at each
     # use.
     for row in range(top, bottom):
@@ -136,8 +136,7 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
             across = words_of(right - left)
             slot, place = np.uint64(tile), np.uint64((row - top) * across)
             origin = start + row * stride + left
-            ahead = origin + (AHEAD_ELEMENTS if one_row else AHEAD_ROWS * stride)
-            for i in range(ahead, ahead + right - left, 64 // bits.itemsize):
+            for i in range(origin + ahead, origin + ahead + right - left, 64 // bits.itemsize):
                 prefetch(bits, np.uint64(i))
             if origin + 64 * across > bits.size:
                 # Whole words are read otherwise, and a call in that loop would take the registers of its vectors.
