@@ -34,7 +34,7 @@ from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.accounting import account
 from vllm_delta_sync.maintenance.follow import follow
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.run_stats import version_stats
+from vllm_delta_sync.maintenance.run_stats import read_rows
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
@@ -169,7 +169,7 @@ def test_du_of_a_reference_does_not_count_the_checkpoint(tmp_path: Path) -> None
 def test_many_versions_are_read_without_holding_manifests(tmp_path: Path) -> None:
     """A run has 100,000 versions after some weeks, and a manifest takes 5 kB of memory."""
     run, many = long_run(tmp_path, 400).run_, 400
-    readers: list[Callable[[RunReader], list[Any]]] = [lambda run: account(run).versions, version_stats]
+    readers: list[Callable[[RunReader], list[Any]]] = [lambda run: account(run).versions, read_rows]
     for read in readers:
         read(run)  # what is imported or cached once
         tracemalloc.start()

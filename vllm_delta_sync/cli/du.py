@@ -59,7 +59,7 @@ def du(options: argparse.Namespace) -> Report:
 def _version(cost: "VersionCost") -> dict[str, Any]:
     stored = Counter(cost.stored)
     return {
-        **pick(cost, "version step kind changed total payload_bytes full_bytes"),
+        **pick(cost.row, "version step kind changed total payload_bytes full_bytes"),
         "stored": {
             "objects": stored["deltas"] + stored["anchors"],
             "standalone_anchor": stored["standalone anchors"],

@@ -18,7 +18,7 @@ from vllm_delta_sync.cli.text import (
 from vllm_delta_sync.units import rounded
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.maintenance.run_stats import VersionStats
+    from vllm_delta_sync.maintenance.run_stats import VersionRow
 
 SHOWN = 20
 
@@ -43,26 +43,24 @@ def stats(options: argparse.Namespace) -> Report:
       delta-sync stats --bucket /data/runs/a --last 1h
       delta-sync stats --bucket s3://bucket/runs/a --json
     """
-    from vllm_delta_sync.maintenance.run_stats import summarize, version_stats
+    from vllm_delta_sync.maintenance.run_stats import read_rows, seconds_since, summarize
 
     run = opened(options)
     with run.caching_manifests():
         last = last_count(run, options.last)
         with checking_history(run), ProgressBar("manifests") as bar:
-            versions = version_stats(run, last, bar.update)
-    newest = versions[-1]
-    published = newest.version + 1
+            # One more, for the time since the version before the first.
+            read = read_rows(run, None if last is None else last + 1, bar.update)
+    versions, since = read[-(last or 0) :], seconds_since(read)
+    published = read[-1].version + 1
     data = {
         "run": run.info.run,
         "url": run.bucket.url,
-        "versions": [_row(version) for version in versions],
+        "versions": _rows(versions, since),
         "summary": {
-            **asdict(summarize(versions)),
+            **asdict(summarize(versions, since)),
             "first": versions[0].version,
-            "last": newest.version,
-            "published_bytes": newest.published,
-            "full_bytes": newest.full,
-            "saved_share": newest.saved_share,
+            "last": versions[-1].version,
         },
         "read": {
             # Two before the first: for the time since then, and to check that one.
@@ -73,13 +71,23 @@ def stats(options: argparse.Namespace) -> Report:
     return Report(data, lambda data: _print(data, shown))
 
 
-def _row(version: "VersionStats") -> dict[str, Any]:
-    return {
-        **pick(version, "version step kind created_at codec compression changed total payload_bytes full_bytes"),
-        **pick(version, "seconds changed_share saved_share"),
-        "published_bytes": version.published,
-        "published_full_bytes": version.full,
-    }
+def _rows(versions: "list[VersionRow]", since: dict[int, float]) -> list[dict[str, Any]]:
+    rows = []
+    published = full = 0
+    for version in versions:
+        published, full = published + version.payload_bytes, full + version.saved_from
+        row = pick(version, "version step kind created_at codec compression changed total payload_bytes full_bytes")
+        rows.append(
+            {
+                **row,
+                "seconds": since.get(version.version),
+                "changed_share": version.changed_share,
+                "saved_share": 1 - published / full if full else None,
+                "published_bytes": published,
+                "published_full_bytes": full,
+            }
+        )
+    return rows
 
 
 def _print(data: dict[str, Any], shown: int) -> None:

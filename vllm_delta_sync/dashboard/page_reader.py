@@ -3,8 +3,7 @@
 import heapq
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from vllm_delta_sync.format.documents import TAGS_PREFIX, Tag, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.maintenance.accounting import is_empty
-from vllm_delta_sync.maintenance.run_stats import Spread
+from vllm_delta_sync.maintenance.run_stats import VersionRow, seconds_since, summarize, unix_time
 from vllm_delta_sync.run.graph import broken_link
 from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, read_ahead
 
@@ -25,65 +24,12 @@ LAST = 200
 """Versions to show, if nothing else is asked for."""
 MAX_DAMAGED = 16
 """Most damaged versions that are read again each time, and that are listed."""
-MAX_QUARANTINED, MAX_REASONS = 32, 4
+MAX_QUARANTINED = 32
 MAX_TAGS = 32
 MAX_RECEIVERS = 256
 MAX_TEXT = 600
-
-
-COLUMNS = ("version", "step", "kind", "codec", "created", "payload", "share", "quarantined", "exact")
-"""Fields of ``VersionRow`` that the page gets, as one list for each: a third of the size."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRow:
-    """What is kept of a manifest.
-
-    Attributes:
-        created: Unix time, None if the manifest names a time that does not exist. payload: bytes of its ``objects``.
-            full: those of the model. share: of the elements that a delta changes; None for other kinds. reasons: of a
-            quarantine.
-    """
-
-    version: int
-    digest: str
-    parent: str | None
-    epoch: int
-    step: int
-    kind: str
-    codec: str | None
-    created: float | None
-    payload: int
-    objects: int
-    full: int
-    share: float | None
-    reasons: tuple[str, ...]
-    exact: bool
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "VersionRow":
-        """Return the row of a manifest."""
-        reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons
-        return cls(
-            version=manifest.version,
-            digest=manifest.digest,
-            parent=manifest.parent,
-            epoch=manifest.epoch,
-            step=manifest.step,
-            kind=manifest.kind,
-            codec=manifest.codec,
-            created=unix_time(manifest.created_at),
-            payload=manifest.payload_bytes,
-            objects=len(manifest.objects),
-            full=manifest.full_bytes,
-            share=manifest.changed / manifest.total if manifest.total and manifest.kind == "delta" else None,
-            reasons=tuple(reason[:MAX_TEXT] for reason in reasons[:MAX_REASONS]),
-            exact=manifest.held_back is None,
-        )
-
-    @property
-    def quarantined(self) -> bool:
-        return bool(self.reasons)
+COLUMNS = ("version", "step", "kind", "codec", "created", "exact")
+"""Fields of ``VersionRow`` that the page gets under the same names."""
 
 
 class PageReader:
@@ -148,7 +94,13 @@ class PageReader:
                 "exact": head.exact,
             },
             "error": None if error is None else _error(error),
-            "versions": {name: [getattr(row, name) for row in rows] for name in COLUMNS},
+            # One list for each field: a third of the size.
+            "versions": {
+                **{name: [getattr(row, name) for row in rows] for name in COLUMNS},
+                "payload": [row.payload_bytes for row in rows],
+                "share": [row.changed_share if row.kind == "delta" else None for row in rows],
+                "quarantined": [bool(row.reasons) for row in rows],
+            },
             "summary": _summary(rows),
             "quarantined": [
                 {"version": row.version, "step": row.step, "reasons": row.reasons, "created": row.created}
@@ -281,41 +233,19 @@ def _most_urgent(receivers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [receivers[at] for at in sorted(kept)]
 
 
-def unix_time(timestamp: str) -> float | None:
-    """Return the Unix time of a timestamp in a document; None if it does not exist, such as 25:00."""
-    try:
-        return round(datetime.fromisoformat(timestamp).timestamp(), 3)
-    except ValueError:
-        return None
-
-
 def _error(error: DeltaSyncError) -> dict[str, Any]:
     return {"kind": error.kind, "message": error.message[:MAX_TEXT]}
 
 
 def _summary(rows: list[VersionRow]) -> dict[str, Any]:
     """Return figures of all versions shown; savings are against a full checkpoint for each."""
-    published = sum(row.payload for row in rows)
-    full = sum(row.full for row in rows if row.kind != "reference")
-    times = [row.created for row in rows if row.created is not None]
-    gaps = [
-        later.created - earlier.created
-        for earlier, later in pairwise(rows)
-        if later.version == earlier.version + 1
-        and earlier.created is not None
-        and later.created is not None
-        and later.created >= earlier.created  # else the clock went back
-    ]
-    hours = (times[-1] - times[0]) / 3600 if times else 0.0
-    spreads = {
-        "payload": Spread.of([row.payload for row in rows if row.kind == "delta"]),
-        "share": Spread.of([row.share for row in rows if row.share is not None]),
-        "seconds": Spread.of(gaps),
-    }
+    found = asdict(summarize(rows, seconds_since(rows)))
     return {
-        **{name: None if spread is None else asdict(spread) for name, spread in spreads.items()},
-        "per_hour": (len(times) - 1) / hours if hours > 0 else None,
-        "published": published,
-        "full": full,
-        "saved": 1 - published / full if full else None,
+        "payload": found["payload_bytes"],
+        "share": found["changed_share"],
+        "seconds": found["seconds"],
+        "per_hour": found["versions_per_hour"],
+        "published": found["published_bytes"],
+        "full": found["full_bytes"],
+        "saved": found["saved_share"],
     }

@@ -5,7 +5,7 @@ Sizes come from one listing of the bucket, and what an object is for from the do
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -24,7 +24,8 @@ from vllm_delta_sync.format.documents import (
     merged_delta_of_key,
     tag_of_key,
 )
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_of_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_of_key
+from vllm_delta_sync.maintenance.run_stats import Progress, VersionRow, read_history
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.run.standalone import read_each
 
@@ -33,8 +34,6 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Kinds of objects. ``anchors`` are those in the history; ``unnamed`` is what no readable document names."""
-Progress = Callable[[int, int], None]
-"""Called with documents or objects done and in total."""
 
 _DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, COLLECTIONS_CLOCK)
 _HEARTBEAT = re.compile(re.escape(HEARTBEATS_PREFIX) + r"[^/]+\.json")
@@ -45,29 +44,15 @@ class VersionCost:
     """What a version takes in the bucket; what several versions name counts for the first of them.
 
     Attributes:
-        version, step, kind, changed, total, payload_bytes, full_bytes: as in its manifest, which takes much more
-            memory. objects: keys of its own objects.
+        row: of the version. objects: keys of its own objects.
         stored: kind → bytes in the bucket, of its manifest, its own objects, its sidecars and its standalone anchor.
         lost: its own objects that are not stored; garbage collection removed them.
     """
 
-    version: int
-    step: int
-    kind: str
-    changed: int
-    total: int
-    payload_bytes: int
-    full_bytes: int
+    row: VersionRow
     objects: tuple[str, ...]
     stored: dict[Kind, int] = field(default_factory=dict)
     lost: int = 0
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "VersionCost":
-        return cls(
-            manifest.version, manifest.step, manifest.kind, manifest.changed, manifest.total, manifest.payload_bytes,
-            manifest.full_bytes, tuple(ref.key for ref in manifest.objects),
-        )  # fmt: skip
 
 
 @dataclass
@@ -90,33 +75,9 @@ class BucketAccount:
     unreadable: dict[str, str] = field(default_factory=dict)
 
 
-def read_history(
-    run: RunReader, last: int | None = None, progress: Progress | None = None, head: Manifest | None = None
-) -> Iterator[Manifest]:
-    """Yield the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
-
-    Args:
-        head: the newest one; None means the run's head.
-
-    Raises:
-        As ``RunReader.log``.
-    """
-    head = run.head() if head is None else head
-    count = head.version + 1 if last is None else min(last, head.version + 1)
-    for done, manifest in enumerate(run.log(last, head), 1):
-        yield manifest
-        if progress is not None:
-            progress(done, count)
-
-
 def is_empty(run: RunReader) -> bool:
     """Return whether nothing was published, after ``run.head`` raised NotFoundError. Raises StoreError."""
     return run.pointer is None and not run.versions()
-
-
-def full_bytes(manifests: Iterable[Manifest]) -> int:
-    """Return the bytes of full checkpoints of these versions, as ``BucketAccount`` counts them."""
-    return sum(manifest.full_bytes for manifest in manifests if manifest.kind != "reference")
 
 
 def account(run: RunReader, progress: Progress | None = None) -> BucketAccount:
@@ -137,9 +98,9 @@ def account(run: RunReader, progress: Progress | None = None) -> BucketAccount:
 
     try:
         for manifest in read_history(run, None, progress):
-            cost = VersionCost.of(manifest)
+            cost = VersionCost(VersionRow.of(manifest), tuple(ref.key for ref in manifest.objects))
             found.versions.append(cost)
-            found.full_bytes += full_bytes([manifest])
+            found.full_bytes += cost.row.saved_from
             name(cost.objects, "anchors" if manifest.kind == "anchor" else "deltas", manifest.version)
             name((item.key for item in manifest.sidecars), "sidecars", manifest.version)
     except NotFoundError:

@@ -1,50 +1,95 @@
-"""``version_stats`` and ``summarize`` compute from manifests what a trainer published, how often, and what it saved."""
+"""``VersionRow`` is what is kept of a manifest; ``summarize`` says what was published, how often, and what it saved."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
-from vllm_delta_sync.maintenance.accounting import Progress, full_bytes, read_history
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.run_reader import RunReader
+
+Progress = Callable[[int, int], None]
+"""Called with documents done and in total."""
+MAX_REASONS, MAX_REASON = 4, 600
 
 
 @dataclass(frozen=True, slots=True)
-class VersionStats:
-    """One version.
+class VersionRow:
+    """What is kept of a manifest, which takes much more memory, where many versions are shown.
 
     Attributes:
-        version, step, kind, created_at, codec, compression, changed, total, payload_bytes, full_bytes: as in its
-            manifest, which takes much more memory.
-        seconds: since the version before it, by the publisher's clock; None for version 0, and where it went back.
-        published: payload bytes of the versions up to this one. full: bytes of full checkpoints of the same versions,
-            without a version 0 that refers to a checkpoint elsewhere. Both count from the first version that was asked
-            for.
+        objects: number of its objects. reasons: of a quarantine, the first few, cut. exact: whether the version is the
+            trainer's exact state. Others: as in the manifest.
     """
 
     version: int
+    digest: str
+    parent: str | None
+    epoch: int
     step: int
     kind: str
-    created_at: str
     codec: str | None
     compression: str | None
+    created_at: str
     changed: int
     total: int
     payload_bytes: int
     full_bytes: int
-    seconds: float | None
-    published: int
-    full: int
+    objects: int
+    reasons: tuple[str, ...]
+    exact: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """Return the row of a manifest."""
+        reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons
+        return cls(
+            manifest.version, manifest.digest, manifest.parent, manifest.epoch, manifest.step, manifest.kind,
+            manifest.codec, manifest.compression, manifest.created_at, manifest.changed, manifest.total,
+            manifest.payload_bytes, manifest.full_bytes, len(manifest.objects),
+            tuple(reason[:MAX_REASON] for reason in reasons[:MAX_REASONS]), manifest.held_back is None,
+        )  # fmt: skip
 
     @property
     def changed_share(self) -> float:
         return self.changed / self.total if self.total else 0.0
 
     @property
-    def saved_share(self) -> float | None:
-        """Share of the bytes of full checkpoints that was not published so far; None while there are none."""
-        return 1 - self.published / self.full if self.full else None
+    def saved_from(self) -> int:
+        """Bytes of a full checkpoint of it; 0 if it refers to one elsewhere, which would not be stored again either."""
+        return 0 if self.kind == "reference" else self.full_bytes
+
+    @property
+    def created(self) -> float | None:
+        """Unix time; None if the manifest names a time that does not exist, such as 25:00."""
+        return unix_time(self.created_at)
+
+
+def unix_time(timestamp: str) -> float | None:
+    """Return the Unix time of a timestamp in a document; None if it does not exist."""
+    try:
+        return round(datetime.fromisoformat(timestamp).timestamp(), 3)
+    except ValueError:
+        return None
+
+
+def seconds_between(earlier: VersionRow, later: VersionRow) -> float | None:
+    """Return the time between two versions; None if one of the times does not exist, or the clock went back."""
+    try:
+        passed = datetime.fromisoformat(later.created_at) - datetime.fromisoformat(earlier.created_at)
+    except ValueError:
+        return None
+    return passed.total_seconds() if passed.total_seconds() >= 0 else None
+
+
+def seconds_since(rows: Sequence[VersionRow]) -> dict[int, float]:
+    """Return version → seconds since the version before it, of those that both are in the rows, as far as known."""
+    pairs = [(before, row) for before, row in pairwise(rows) if row.version == before.version + 1]
+    found = {row.version: seconds_between(before, row) for before, row in pairs}
+    return {version: seconds for version, seconds in found.items() if seconds is not None}
 
 
 @dataclass(frozen=True)
@@ -69,6 +114,8 @@ class StatsSummary:
         payload_bytes, changed_share: of the deltas. seconds: between versions.
         hours: from the first version to the last. versions_per_hour, bytes_per_hour: of the versions after the first;
             None where the clock shows no time between them.
+        published_bytes: payload bytes. full_bytes: bytes of full checkpoints of the same versions, without a version 0
+            that refers to a checkpoint elsewhere. saved_share: of the latter; None if they are 0.
     """
 
     payload_bytes: Spread | None
@@ -77,55 +124,43 @@ class StatsSummary:
     hours: float
     versions_per_hour: float | None
     bytes_per_hour: float | None
+    published_bytes: int
+    full_bytes: int
+    saved_share: float | None
 
 
-def version_stats(run: RunReader, last: int | None = None, progress: Progress | None = None) -> list[VersionStats]:
-    """Return the newest ``last`` versions, all if None, oldest first; reads manifests only.
+def read_history(run: RunReader, last: int | None, progress: Progress | None) -> Iterator[Manifest]:
+    """Yield the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
 
     Raises:
         As ``RunReader.log``.
     """
     head = run.head()
-    first = 0 if last is None else head.version - last + 1
-    found: list[VersionStats] = []
-    published = full = 0
-    before: str | None = None
-    # One more, for the time since the version before the first.
-    for manifest in read_history(run, None if last is None else last + 1, progress, head):
-        if manifest.version >= first:
-            published += manifest.payload_bytes
-            full += full_bytes([manifest])
-            found.append(
-                VersionStats(
-                    manifest.version, manifest.step, manifest.kind, manifest.created_at, manifest.codec,
-                    manifest.compression, manifest.changed, manifest.total, manifest.payload_bytes,
-                    manifest.full_bytes, None if before is None else seconds_between(before, manifest.created_at),
-                    published, full,
-                )
-            )  # fmt: skip
-        before = manifest.created_at
-    return found
+    count = head.version + 1 if last is None else min(last, head.version + 1)
+    for done, manifest in enumerate(run.log(last, head), 1):
+        yield manifest
+        if progress is not None:
+            progress(done, count)
 
 
-def seconds_between(earlier: str, later: str) -> float | None:
-    """Return the time between two timestamps; None if one does not exist, such as 25:00, or the clock went back."""
-    try:
-        passed = (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
-    except ValueError:
-        return None
-    return passed if passed >= 0 else None
+def read_rows(run: RunReader, last: int | None = None, progress: Progress | None = None) -> list[VersionRow]:
+    """Return rows of what ``read_history`` yields."""
+    return [VersionRow.of(manifest) for manifest in read_history(run, last, progress)]
 
 
-def summarize(versions: Sequence[VersionStats]) -> StatsSummary:
-    """Summarize versions, at least one."""
-    deltas = [version for version in versions if version.kind == "delta"]
-    hours = (seconds_between(versions[0].created_at, versions[-1].created_at) or 0.0) / 3600
-    passed = hours > 0
+def summarize(rows: Sequence[VersionRow], since: dict[int, float]) -> StatsSummary:
+    """Summarize versions, oldest first. Args: since: as ``seconds_since`` returns it."""
+    deltas = [row for row in rows if row.kind == "delta"]
+    published, full = sum(row.payload_bytes for row in rows), sum(row.saved_from for row in rows)
+    hours = ((seconds_between(rows[0], rows[-1]) if rows else None) or 0.0) / 3600
     return StatsSummary(
-        Spread.of([version.payload_bytes for version in deltas]),
-        Spread.of([version.changed_share for version in deltas]),
-        Spread.of([version.seconds for version in versions if version.seconds is not None]),
+        Spread.of([row.payload_bytes for row in deltas]),
+        Spread.of([row.changed_share for row in deltas]),
+        Spread.of([since[row.version] for row in rows if row.version in since]),
         hours,
-        (len(versions) - 1) / hours if passed else None,
-        (versions[-1].published - versions[0].published) / hours if passed else None,
+        (len(rows) - 1) / hours if hours else None,
+        (published - rows[0].payload_bytes) / hours if hours else None,
+        published,
+        full,
+        1 - published / full if full else None,
     )
