@@ -3,8 +3,6 @@
 ``check_files`` and ``check_sidecars`` do the same for the run's files and a version's sidecars.
 """
 
-from contextlib import suppress
-
 import numpy as np
 
 from vllm_delta_sync.bucket.verified import fetch_object
@@ -12,10 +10,8 @@ from vllm_delta_sync.errors import (
     ChainError,
     DataError,
     DeltaSyncError,
-    DigestError,
     FingerprintError,
     FormatError,
-    LimitError,
     NotFoundError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
@@ -30,9 +26,6 @@ from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.early_reads import EarlyReads
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
-from vllm_delta_sync.verify.simulate import first_damaged_tensor
-
-Listing = Manifest | MergedDelta | Anchor
 
 
 class ObjectAudit:
@@ -52,7 +45,7 @@ class ObjectAudit:
         """
         objects, lost = [], []
         for ref in document.objects:
-            data = self._fetch(ref, document, key, version, state)
+            data = self._fetch(ref, document, key, version)
             if isinstance(data, Finding):
                 lost.append(data)
             else:
@@ -76,21 +69,13 @@ class ObjectAudit:
             return None, [Finding(key, error, version)]
 
     def _fetch(
-        self, ref: ObjectRef, document: Listing, key: str, version: int, state: ModelState | None
+        self, ref: ObjectRef, document: Manifest | MergedDelta | Anchor, key: str, version: int
     ) -> bytes | Finding:
         try:
             data = self._early.fetch(ref)
-        except DigestError as error:
-            tensor = None
-            # Again, as it is now: it may be gone, or be as large as a store can hold.
-            with suppress(NotFoundError, LimitError):
-                data = self._run.bucket.get(ref.key, max_bytes=ref.bytes)
-                if len(data) == ref.bytes:
-                    tensor = first_damaged_tensor(document, data, self._run.table, state)
-            where = describe_document(document) + ("" if tensor is None else f"; first bad tensor {tensor!r}")
-            return Finding(ref.key, type(error)(f"{error.message} ({where})"), version, key, ref, tensor)
         except DataError as error:
-            return Finding(ref.key, type(error)(f"{error.message} ({describe_document(document)})"), version, key, ref)
+            shown = type(error)(f"{error.message} ({describe_document(document)})")
+            return Finding(ref.key, shown, version, key, stored=ref)
         self._report.objects += 1
         self._report.bytes += len(data)
         return data
@@ -103,7 +88,7 @@ class ObjectAudit:
         seen: set[str] = set()
         found: list[Finding] = []
         for ref in document.objects:
-            data = self._fetch(ref, document, key, version, None)
+            data = self._fetch(ref, document, key, version)
             if isinstance(data, Finding):
                 found.append(data)
                 continue
@@ -136,7 +121,7 @@ def check_files(run: RunReader, report: VerifyReport, found: Findings) -> None:
         try:
             data = fetch_run_file(run, item)
         except DataError as error:
-            found.add(Finding(item.key, error, run_file=item))
+            found.add(Finding(item.key, error, stored=item))
             continue
         report.files += 1
         report.bytes += len(data)
@@ -158,7 +143,7 @@ def check_sidecars(run: RunReader, manifest: Manifest, report: VerifyReport, fou
             record = run.retention() if isinstance(error, NotFoundError) else None
             if record is None or not record.gave_up(manifest.version):
                 shown = type(error)(f"{error.message} (sidecar {item.name!r} of version {manifest.version})")
-                found.add(Finding(item.key, shown, manifest.version, sidecar=item))
+                found.add(Finding(item.key, shown, manifest.version, stored=item))
             continue
         good.add(item.key)
         report.sidecars += 1

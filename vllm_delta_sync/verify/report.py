@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.format.manifest import ObjectRef, RunFile, Sidecar
+from vllm_delta_sync.format.manifest import Stored
 
 
 @dataclass(frozen=True)
@@ -13,18 +13,16 @@ class Finding:
     Attributes:
         key: of the bad object or document. error: what is wrong with it.
         version: the version that it belongs to, if any. document: key of the document that lists it, for an object.
-        ref: the entry in that document. tensor: the first tensor that is not as declared, if known.
-        sidecar: the entry in the version's manifest, for a sidecar. run_file: the entry in run.json, for a run file.
+        stored: the entry of an object, a sidecar or a run file in the document that lists it.
+        tensor: the first tensor that has another fingerprint than declared, if that is what is wrong.
     """
 
     key: str
     error: DeltaSyncError
     version: int | None = None
     document: str | None = None
-    ref: ObjectRef | None = None
+    stored: Stored | None = None
     tensor: str | None = None
-    sidecar: Sidecar | None = None
-    run_file: RunFile | None = None
 
 
 class Findings:

@@ -18,9 +18,8 @@ from vllm_delta_sync.format.manifest import (
     VERSIONS_PREFIX,
     Manifest,
     ObjectRef,
-    RunFile,
     RunInfo,
-    Sidecar,
+    Stored,
     version_key,
     version_of_key,
 )
@@ -61,10 +60,10 @@ class Mirror:
             the key that was put; None if the mirror has nothing that is proven correct.
         """
         version = version_of_key(finding.key)
-        if finding.ref is not None:
-            return self._tried(self._object, finding.ref) or self._tried(self._retention, finding)
-        if (stored := finding.sidecar or finding.run_file) is not None:
-            return self._tried(self._stored_file, stored)
+        if isinstance(finding.stored, ObjectRef):
+            return self._tried(self._object, finding.stored) or self._tried(self._retention, finding)
+        if finding.stored is not None:
+            return self._tried(self._stored_file, finding.stored)
         if version is not None:
             return self._tried(self._manifest, version)
         return self._tried(self._head) if finding.key == HEAD_KEY else self._tried(self._standalone, finding.key)
@@ -84,7 +83,7 @@ class Mirror:
             self._run.bucket.put(ref.key, path)
         return ref.key
 
-    def _stored_file(self, item: Sidecar | RunFile) -> str:
+    def _stored_file(self, item: Stored) -> str:
         self._run.bucket.put(item.key, fetch_object(self._bucket, item))
         return item.key
 
