@@ -6,7 +6,6 @@ up to five times, for minutes under a rate limit.
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,30 +44,15 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Address of the content store and access token for one bucket.
+    """Access to the content store for one bucket.
 
     Attributes:
-        refresh: URL that returns a new token for a request with ``headers``. expires: seconds since the epoch.
+        expires: seconds since the epoch. headers: of the Hub's requests. arguments: the keyword arguments of hf_xet.
     """
 
-    endpoint: str
     expires: int
-    refresh: str
-    token: str = field(repr=False)
     headers: dict[str, str] = field(repr=False)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of hf_xet."""
-        plain = {name: value for name, value in self.headers.items() if name.lower() != "authorization"}
-        return {
-            "endpoint": self.endpoint,
-            "token": self.token,
-            "token_expiry_unix_secs": self.expires,
-            "token_refresh_url": self.refresh,
-            "token_refresh_headers": self.headers,
-            "custom_headers": plain,
-        }
+    arguments: dict[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +86,6 @@ class HubApi:
         endpoint = options.store_endpoint or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         self.endpoint = endpoint.rstrip("/")
         self._bucket = f"{self.endpoint}/api/buckets/{id}"
-        self._lock = threading.Lock()
         self._connection: Connection | None = None
 
     def info(self, path: str) -> HubFile | None:
@@ -166,24 +149,29 @@ class HubApi:
         A cached connection may belong to a bucket that was deleted since; then call ``forget``.
         """
         headers = self._headers()
-        with self._lock:
-            known = self._connection
+        known = self._connection
         if known is not None and known.headers == headers and known.expires > time.time() + _SPARE_SECONDS:
             return known, False
         refresh = f"{self._bucket}/xet-write-token"
         answer = self._send("GET", refresh)
         try:
-            fresh = Connection(str(answer["casUrl"]), int(answer["exp"]), refresh, str(answer["accessToken"]), headers)
+            expires = int(answer["exp"])
+            arguments = {
+                "endpoint": str(answer["casUrl"]),
+                "token": str(answer["accessToken"]),
+                "token_expiry_unix_secs": expires,
+                "token_refresh_url": refresh,
+                "token_refresh_headers": headers,
+                "custom_headers": {name: value for name, value in headers.items() if name.lower() != "authorization"},
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise UnexpectedAnswerError("it does not tell the address of its content store") from error
-        with self._lock:
-            self._connection = fresh
+        self._connection = fresh = Connection(expires, headers, arguments)
         return fresh, True
 
     def forget(self) -> None:
         """Drop the cached connection to the content store."""
-        with self._lock:
-            self._connection = None
+        self._connection = None
 
     def _change(self, operation: dict[str, Any]) -> None:
         content = json.dumps(operation).encode() + b"\n"

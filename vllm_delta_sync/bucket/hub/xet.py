@@ -5,9 +5,9 @@ not detect a damaged chunk, so readers must check the digest of an object.
 """
 
 import os
-import threading
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import hf_xet  # type: ignore[import-untyped]
@@ -26,10 +26,6 @@ _CONNECT_SECONDS = 10.0
 
 _SMALL_BYTES = 1 << 22
 
-_lock = threading.Lock()
-_sessions: dict[tuple[int, float, float], Any] = {}
-"""Sessions by process id, because their threads do not survive a fork, and by timeouts."""
-
 
 class Transfers:
     """Uploads for one bucket; raises hf_xet's exceptions, see ``errors.translate_hub_error``."""
@@ -45,7 +41,7 @@ class Transfers:
         # The timeout for the answer includes the time to send the request.
         wait = deadline / _TRIES if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
         try:
-            with _session(deadline, wait).new_upload_commit(**connection.arguments) as commit:
+            with _session(os.getpid(), deadline, wait).new_upload_commit(**connection.arguments) as commit:
                 stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
                 for block in blocks:
                     # Blocks while _UPLOADS blocks are in flight.
@@ -63,20 +59,15 @@ class Transfers:
         return str(stored.hash)
 
 
-def _session(deadline: float, wait: float) -> Any:
-    """Return hf_xet's session (connections and threads), shared by all buckets of this process.
+@lru_cache
+def _session(process: int, deadline: float, wait: float) -> Any:
+    """Return hf_xet's session (connections and threads), shared by all buckets of a process.
 
     Args:
+        process: its id, because the threads of a session do not survive a fork.
         deadline: seconds for all tries of a request. wait: seconds for one answer.
     """
-    which = os.getpid(), deadline, wait
-    with _lock:
-        if which not in _sessions:
-            # Drop the sessions of the parent process: their threads do not exist here.
-            for known in [known for known in _sessions if known[0] != which[0]]:
-                del _sessions[known]
-            _sessions[which] = hf_xet.XetSession(_config(deadline, wait))
-        return _sessions[which]
+    return hf_xet.XetSession(_config(deadline, wait))
 
 
 def _config(deadline: float, wait: float) -> Any:
@@ -92,12 +83,3 @@ def _config(deadline: float, wait: float) -> Any:
     }
     given = {name for name in ours if f"HF_XET_{name.replace('.', '_').upper()}" in os.environ}
     return hf_xet.XetConfig().with_config({name: value for name, value in ours.items() if name not in given})
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child, because a thread of the parent may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
