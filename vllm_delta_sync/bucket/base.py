@@ -295,11 +295,8 @@ def create_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
     try:
         bucket.put(key, data, if_absent=True)
     except (ConflictError, StoreError) as error:
-        try:
-            if reads_back(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
-                return True
-        except NotFoundError:
-            raise error from None
+        if has_content(bucket, key, data):
+            return True
         if isinstance(error, StoreError):
             raise
         return False

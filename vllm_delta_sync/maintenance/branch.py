@@ -8,7 +8,7 @@ import secrets
 from contextlib import ExitStack
 
 from vllm_delta_sync.bucket import Bucket, open_beside
-from vllm_delta_sync.bucket.base import confirm_created, has_content
+from vllm_delta_sync.bucket.base import confirm_created, create_if_absent, has_content
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -156,27 +156,18 @@ def _create(bucket: Bucket, documents: dict[str, bytes], files: dict[str, bytes]
     interrupted start. On a store without create-if-absent, both must read back as ours after a while.
     """
     for key, data in documents.items():
-        _put(bucket, key, data)
+        _check_ours(bucket, key, create_if_absent(bucket, key, data))
     for key, data in files.items():
         bucket.put(key, data)  # named by its content, so an existing one is equal or damaged
     info = documents[RUN_KEY]
-    if not (confirm_created(bucket, RUN_KEY, info) and has_content(bucket, RUN_KEY, info)):
-        raise _taken(bucket, RUN_KEY)
-    _put(bucket, version_key(0), first.to_bytes())
-    if not confirm_created(bucket, version_key(0), first.to_bytes()):
-        raise _taken(bucket, version_key(0))
+    _check_ours(bucket, RUN_KEY, confirm_created(bucket, RUN_KEY, info) and has_content(bucket, RUN_KEY, info))
+    key, data = version_key(0), first.to_bytes()
+    _check_ours(bucket, key, create_if_absent(bucket, key, data) and confirm_created(bucket, key, data))
 
 
-def _put(bucket: Bucket, key: str, data: bytes) -> None:
-    try:
-        bucket.put(key, data, if_absent=True)
-    except ConflictError as error:
-        if not has_content(bucket, key, data):
-            raise _taken(bucket, key) from error
-
-
-def _taken(bucket: Bucket, key: str) -> ConflictError:
-    return ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL")
+def _check_ours(bucket: Bucket, key: str, ours: bool) -> None:
+    if not ours:
+        raise ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL")
 
 
 def _undo(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
