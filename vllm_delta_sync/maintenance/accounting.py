@@ -27,7 +27,6 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_of_key
 from vllm_delta_sync.maintenance.run_stats import Progress, VersionRow, read_history
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.run.standalone import read_each
 
 Kind = Literal[
     "deltas", "anchors", "standalone anchors", "merged deltas", "sidecars", "files", "manifests", "documents", "unnamed"
@@ -142,7 +141,7 @@ def _document(key: str, versions: int) -> tuple[Kind, int | None]:
 def _read_standalone(run: RunReader, found: BucketAccount) -> list[Anchor | MergedDelta]:
     keys = [item.key for prefix in (ANCHORS_PREFIX, MERGED_PREFIX) for item in run.bucket.list(prefix)]
     documents: list[Anchor | MergedDelta] = []
-    for key, document in read_each(run, keys):
+    for key, document in run.standalones(keys):
         if isinstance(document, DataError):
             found.unreadable[key] = document.message
         elif isinstance(document, Anchor | MergedDelta):

@@ -46,6 +46,7 @@ from vllm_delta_sync.format.documents import (
     Heartbeat,
     MergedDelta,
     Retention,
+    Standalone,
     Tag,
     anchor_key,
     anchor_of_key,
@@ -731,7 +732,41 @@ class RunReader:
 
     def claim(self, epoch: int) -> Claim:
         """Return the claim of an epoch. Raises NotFoundError, FormatError, ChainError."""
-        return self._read_standalone(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
+        key = claim_key(epoch)
+        claim = self._read_standalone(Claim, key, limits.MAX_SIDE_BYTES)
+        if claim.epoch != epoch:
+            raise ChainError(f"{key} is a claim of epoch {claim.epoch}")
+        return claim
+
+    def standalone(self, key: str) -> Standalone | None:
+        """Read and check the anchor, merged delta, tag, claim or retention record under a key; None for another key."""
+        if (version := anchor_of_key(key)) is not None:
+            return self.anchor(version)
+        if (pair := merged_delta_of_key(key)) is not None:
+            return self.merged_delta(*pair)
+        if (name := tag_of_key(key)) is not None:
+            return self.tag(name)
+        if (epoch := claim_of_key(key)) is not None:
+            return self.claim(epoch)
+        return self._read_standalone(Retention, key, limits.MAX_JSON_BYTES) if key == RETENTION_KEY else None
+
+    def standalones(self, keys: Sequence[str]) -> Iterator[tuple[str, Standalone | DataError]]:
+        """Yield each key with its document, or with why it cannot be read; reads in parallel.
+
+        Leaves out documents that were removed since they were listed, and keys of anything else.
+        """
+
+        def read(key: str) -> Standalone | DataError | None:
+            try:
+                return self.standalone(key)
+            except NotFoundError:
+                return None
+            except DataError as error:
+                return error
+
+        for key, found in zip(keys, read_ahead(read, keys), strict=True):
+            if found is not None:
+                yield key, found
 
     def open_source(self, first: Manifest, location: str | None = None) -> Self:
         """Open the run that this one branches from; the caller closes it.

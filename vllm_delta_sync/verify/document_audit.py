@@ -33,7 +33,6 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.graph import contradicted, contradiction
 from vllm_delta_sync.run.run_reader import RunReader, read_ahead
-from vllm_delta_sync.run.standalone import read_each
 from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000
@@ -116,7 +115,7 @@ class DocumentAudit:
 
     def _read_standalone(self) -> Iterator[tuple[str, Standalone]]:
         for prefix in (ANCHORS_PREFIX, MERGED_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
-            for key, document in read_each(self._run, [item.key for item in self._run.bucket.list(prefix)]):
+            for key, document in self._run.standalones([item.key for item in self._run.bucket.list(prefix)]):
                 if isinstance(document, DataError):
                     pair = merged_delta_of_key(key)
                     self._add(_LAST, key, document, anchor_of_key(key) if pair is None else pair[1])

@@ -41,7 +41,6 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph, contradicted, contradiction
 from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
-from vllm_delta_sync.run.standalone import read_each
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
 _SIDECAR = re.compile(re.escape(SIDECARS_PREFIX) + r"[0-9a-f]{64}")
@@ -288,7 +287,7 @@ def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
 
 def _read_standalone(run: RunReader, found: RunContents, known_documents: dict[ObjectInfo, Listed]) -> None:
     listed = [item for prefix in (ANCHORS_PREFIX, MERGED_PREFIX) for item in run.bucket.list(prefix)]
-    answers = dict(read_each(run, [item.key for item in listed if item not in known_documents]))
+    answers = dict(run.standalones([item.key for item in listed if item not in known_documents]))
     for item in listed:
         document = known_documents.get(item) or answers.get(item.key)
         if isinstance(document, Listed):

@@ -29,7 +29,6 @@ from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.run.objects import fetch_object_file
 from vllm_delta_sync.run.run_reader import RunReader, read_info, read_table
-from vllm_delta_sync.run.standalone import read_standalone
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.report import Finding
@@ -161,7 +160,7 @@ class Mirror:
 
     def _standalone(self, key: str) -> str | None:
         """Restore a document beside the chain, unless the manifests that are here contradict it."""
-        document = read_standalone(self._copy, key)
+        document = self._copy.standalone(key)
         if document is None or document.to_bytes() == self._stored(key) or self._audit.contradiction(document):
             return None
         if isinstance(document, Claim) and document.version >= self._audit.epochs.get(
