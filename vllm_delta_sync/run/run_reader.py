@@ -4,9 +4,7 @@
 """
 
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -43,7 +41,6 @@ from vllm_delta_sync.format.documents import (
     TAGS_PREFIX,
     Anchor,
     Claim,
-    Heartbeat,
     MergedDelta,
     Retention,
     Standalone,
@@ -122,7 +119,9 @@ class Prefetcher:
         self._bucket = bucket
         self.is_remote = is_remote(bucket.url)
         self._under_way: dict[str, Future[bytes]] = {}
-        self._manifest_cache: _ManifestCache | None = None
+        # By key; None outside of ``caching_manifests``.
+        self._manifests: dict[str, bytes] | None = None
+        self._room = 0
 
     @contextmanager
     def prefetching(self, wanted: dict[str, int]) -> Iterator[None]:
@@ -142,16 +141,18 @@ class Prefetcher:
 
     @contextmanager
     def caching_manifests(self) -> Iterator[None]:
-        """Fetch each manifest only once in the block; the cache holds the last used ``KEPT_BYTES``, for all threads.
+        """Fetch each manifest only once in the block, as far as ``KEPT_BYTES`` hold them; for all threads.
 
         For checks and listings: if a manifest is replaced meanwhile, the bytes read first are used.
         """
-        before = self._manifest_cache
-        self._manifest_cache = before or _ManifestCache()
+        if self._manifests is not None:
+            yield
+            return
+        self._manifests, self._room = {}, KEPT_BYTES
         try:
             yield
         finally:
-            self._manifest_cache = before
+            self._manifests = None
 
     def is_under_way(self, key: str) -> bool:
         """Return whether a document is being fetched and was not used yet."""
@@ -174,35 +175,16 @@ class Prefetcher:
 
     def stored(self, key: str, max_bytes: int) -> bytes:
         """As ``get``, but never from what was prefetched."""
-        cache = self._manifest_cache
-        if cache is None or not key.startswith(VERSIONS_PREFIX):
+        kept = self._manifests
+        if kept is None or not key.startswith(VERSIONS_PREFIX):
             return self._bucket.get(key, max_bytes=max_bytes)
-        data = cache.get(key, lambda: self._bucket.get(key, max_bytes=max_bytes))
+        data = kept.get(key)
+        if data is None:
+            data = self._bucket.get(key, max_bytes=max_bytes)
+            if len(data) <= self._room:
+                kept[key] = data
+                self._room -= len(data)
         check_size(key, len(data), max_bytes)
-        return data
-
-
-class _ManifestCache:
-    """Documents by key, with least-recently-used eviction. Failed reads are not cached."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._documents: OrderedDict[str, bytes] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return the document."""
-        with self._lock:
-            if key in self._documents:
-                self._documents.move_to_end(key)
-                return self._documents[key]
-        data = fetch()
-        with self._lock:
-            # Another thread may have fetched it too.
-            self._bytes += len(data) - len(self._documents.get(key, b""))
-            self._documents[key] = data
-            while self._bytes > KEPT_BYTES:
-                self._bytes -= len(self._documents.popitem(last=False)[1])
         return data
 
 
@@ -280,7 +262,7 @@ def last_consecutive(numbers: Container[int], start: int) -> int:
     return start
 
 
-_Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Heartbeat, Retention, Tag)
+_Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Retention, Tag)
 
 
 def parse_target(target: str) -> int | str:
@@ -343,8 +325,7 @@ class RunReader:
     def caching_manifests(self) -> AbstractContextManager[None]:
         """Read each manifest from the store only once in the block; for checks and listings of many versions.
 
-        If a manifest is replaced meanwhile, the bytes read first are used. The cache holds the last used
-        ``KEPT_BYTES``.
+        If a manifest is replaced meanwhile, the bytes read first are used. At most ``KEPT_BYTES`` are kept.
         """
         return self._prefetcher.caching_manifests()
 
