@@ -9,9 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, NoReturn, Self, TypeVar
 
@@ -267,11 +266,6 @@ def observed_by(observe: TransferObserver) -> Iterator[None]:
         yield
     finally:
         _observers.reset(token)
-
-
-def with_observers(call: Callable[[], None]) -> Callable[[], None]:
-    """Return ``call`` bound to this thread's observers, to be run in one other thread."""
-    return partial(copy_context().run, call)
 
 
 SETTLING_SECONDS = 2.0

@@ -5,9 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextvars import copy_context
 from typing import ParamSpec, TypeVar
-
-from vllm_delta_sync.bucket.base import with_observers
 
 SLICE_SECONDS = 0.5
 """Longest uninterrupted wait: a signal that arrives right before a wait begins is handled only when it ends."""
@@ -47,7 +46,7 @@ def start_call(
         except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
             future.set_exception(error)
 
-    threading.Thread(target=with_observers(run), name="delta-sync-call", daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(run,), name="delta-sync-call", daemon=True).start()
     return future
 
 

@@ -97,7 +97,8 @@ class RawReader:
         from vllm_delta_sync.format import kernels
 
         rows, self.row = slice(self.row, last), last
-        held = [self._is_held(int(tensor)) for tensor in self.directory.ids[rows]]
+        old = self._old
+        held = [old is None or old(int(tensor)).rectangles != () for tensor in self.directory.ids[rows]]
         tensors = self.directory.ids[rows][held]
         specs = [self._table[tensor] for tensor in tensors.tolist()]
         positions, data = [np.empty(0, np.int64)], [np.empty(0, DTYPES[self.dtype].uint)]
@@ -113,9 +114,6 @@ class RawReader:
                 f"{specs[bad].numel} elements"
             )
         return Sparse(self.dtype, tensors, counts, joined, aligned(np.concatenate(data)), relative=False)
-
-    def _is_held(self, tensor: int) -> bool:
-        return self._old is None or self._old(tensor).rectangles != ()
 
 
 def compile_decoder() -> None:

@@ -3,20 +3,19 @@
 ``put_document`` commits an anchor or a merged delta.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import ConflictError, DataError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.graph import contradiction
-from vllm_delta_sync.run.objects import file_digest, scratch_folder
+from vllm_delta_sync.run.objects import scratch_folder
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -49,8 +48,8 @@ def make_anchor(
         NotFoundError: no such version, or the base is not available. StoppedError: ``stop`` returned True.
         StoreError: the store failed, or there is no room for the scratch files. Otherwise as ``run.restore.restore``.
     """
-    target = run.manifest(version)
-    found = None if replace else existing_anchor(run, target)
+    target, key = run.manifest(version), anchor_key(version)
+    found = None if replace else existing(run, Anchor, key, target)
     if found is not None:
         return found
     state = RollingWeights(run, base, scratch, stop).at(target)
@@ -63,7 +62,7 @@ def make_anchor(
             refs.append(_put(run, state, shard, folder))
         declared = {spec.name: value.hex() for spec, value in zip(state.table, state.fingerprints, strict=True)}
         document = run.keyring.signed(Anchor.of(target, declared, refs))
-        stored = put_document(run, anchor_key(version), document, lambda: existing_anchor(run, target), replace)
+        stored = put_document(run, key, document, replace, target)
         if stored is document:
             for shard, ref in zip(shards, refs, strict=True):
                 if not has_object(run.bucket, ref):
@@ -71,40 +70,30 @@ def make_anchor(
     return stored
 
 
-def existing_anchor(run: RunReader, target: Manifest) -> Anchor | None:
-    """Return the anchor in the bucket if it is valid and of this version, else None."""
-    found = read_if_valid(lambda: run.anchor(target.version))
-    return None if found is None or contradicts_manifests(found, target) else found
-
-
-def contradicts_manifests(document: Anchor | MergedDelta, *manifests: Manifest) -> bool:
-    """Return whether a document was made for other versions of these numbers; see ``run.graph.contradiction``."""
-    return contradiction(document, {manifest.version: manifest for manifest in manifests}) is not None
-
-
-def read_if_valid(read: Callable[[], _Document]) -> _Document | None:
-    """Return the document that ``read`` returns; None if it is missing, damaged or not validly signed."""
+def existing(run: RunReader, kind: type[_Document], key: str, *manifests: Manifest) -> _Document | None:
+    """Return the document under a key in the bucket, if it is valid and of these versions; else None."""
     try:
-        return read()
+        found = run.standalone(key)
     except UnsupportedError:
         raise
     except DataError:
+        return None  # missing, damaged or not validly signed
+    if not isinstance(found, kind) or contradiction(found, {manifest.version: manifest for manifest in manifests}):
         return None
+    return found
 
 
-def put_document(
-    run: RunReader, key: str, document: _Document, existing: Callable[[], _Document | None], replace: bool
-) -> _Document:
+def put_document(run: RunReader, key: str, document: _Document, replace: bool, *manifests: Manifest) -> _Document:
     """Put an anchor or merged delta whose objects are stored; return the document in the bucket.
 
     Args:
-        existing: returns the valid document of another writer, which stays unless ``replace``; None if there is none.
+        replace: False lets the valid document of another writer stay. manifests: of the versions that it names.
     """
     check_document_size(document, run.document_limit, key)
     try:
         run.bucket.put(key, document.to_bytes(), if_absent=not replace)
     except ConflictError:
-        theirs = existing()
+        theirs = existing(run, type(document), key, *manifests)
         if theirs is not None:
             return theirs
         # The existing document is damaged, lacks a valid signature, or is of replaced versions: readers skip it.
@@ -115,8 +104,7 @@ def put_document(
 def _put(run: RunReader, state: ModelState, shard: TensorTable, folder: Path) -> ObjectRef:
     path = folder / "shard"
     write_anchor(path, shard, ((spec.name, state.bits[run.table.index(spec.name)]) for spec in shard))
-    digest = file_digest(path)
-    ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
+    ref = ObjectRef.of(path)
     run.bucket.put(ref.key, path)
     path.unlink()
     return ref

@@ -21,6 +21,7 @@ from vllm_delta_sync.errors import BaseUnavailableError, DataError, SignatureErr
 from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
     TAGS_PREFIX,
+    Anchor,
     MergedDelta,
     Retention,
     Tag,
@@ -31,7 +32,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
-from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
+from vllm_delta_sync.maintenance.anchor_writer import existing, make_anchor
 from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError, make_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_base_exists
@@ -317,7 +318,7 @@ def compact(
     target = None if anchor is None else run.resolve(anchor)
     planned = list(_missing_mergeable(run, head, report)) if merged_deltas else []
     if target is not None:
-        report.anchor_present = existing_anchor(run, target) is not None
+        report.anchor_present = existing(run, Anchor, anchor_key(target.version), target) is not None
         report.anchor = target.version
     work = len(planned) + (target is not None)
     report_progress = progress or (lambda _done, _all, _what: None)

@@ -23,7 +23,7 @@ from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.logs import guarded_logger
-from vllm_delta_sync.maintenance.anchor_writer import contradicts_manifests, put_document, read_if_valid
+from vllm_delta_sync.maintenance.anchor_writer import existing, put_document
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.decode import declared_changes, open_objects
 from vllm_delta_sync.run.objects import (
@@ -89,17 +89,12 @@ def make_merged_delta(
         raise UsageError(f"a merged delta leads from a version to a later one, not from {first} to {last}")
     planner = ReadPlanner(run)
     ends = planner.manifest(first), planner.manifest(last)
-    found = None if replace else existing_merged_delta(run, *ends)
+    key = merged_delta_key(first, last)
+    found = None if replace else existing(run, MergedDelta, key, *ends)
     if found is not None:
         return found
-    avoid = {merged_delta_key(first, last)} if replace or last - first > 1 else set()
+    avoid = {key} if replace or last - first > 1 else set()
     return _MergeBuilder(run, ends, avoid, stop, codec, weights, plain_objects).make(scratch, replace)
-
-
-def existing_merged_delta(run: RunReader, first: Manifest, last: Manifest) -> MergedDelta | None:
-    """Return the merged delta in the bucket if it is valid and of these two versions, else None."""
-    found = read_if_valid(lambda: run.merged_delta(first.version, last.version))
-    return None if found is None or contradicts_manifests(found, first, last) else found
 
 
 @dataclass
@@ -271,7 +266,7 @@ class _MergeBuilder:
         for ref, path in written:
             self.run.bucket.put(ref.key, path)
         key = merged_delta_key(first.version, last.version)
-        stored = put_document(self.run, key, document, lambda: existing_merged_delta(self.run, first, last), replace)
+        stored = put_document(self.run, key, document, replace, first, last)
         if stored is document:
             for ref, path in written:
                 # A collection may have removed it before the document named it.

@@ -63,18 +63,6 @@ class SegmentArrays:
         self.starts, self.ends = self.starts[:used].copy(), self.ends[:used].copy()
         self.relative, self.distances = self.relative[:0].copy(), self.distances[:0].copy()
 
-    def distances_from(self, first: int, size: int) -> Bits:
-        """(size,) ULP distances from entry ``first`` on."""
-        if self.stored is not None:
-            return self.stored.distances(first, size)
-        return self.distances[first : first + size]
-
-    def relative_from(self, first: int, size: int) -> npt.NDArray[np.uint16]:
-        """(size,) indices in their chunks, from entry ``first`` on."""
-        if self.stored is None:
-            return self.relative[first : first + size]
-        return self.stored.relative(first, size)
-
 
 class Segment:
     """Changed elements of some chunks of one tensor, ascending: a range of the arrays.
@@ -104,13 +92,17 @@ class Segment:
     @property
     def distances(self) -> Bits:
         """(size,) ULP distances new − old."""
-        return self._arrays.distances_from(int(self._start[0]), self.size)
+        arrays, first = self._arrays, int(self._start[0])
+        if arrays.stored is not None:
+            return arrays.stored.distances(first, self.size)
+        return arrays.distances[first : first + self.size]
 
     def expand(self, positions: Positions) -> None:
         """Write the flat positions to (size,) int64."""
         from vllm_delta_sync.tensors import diff_kernels
 
-        arrays, (first, first_chunk) = self._arrays, self._start[:2]
-        chunks = slice(first_chunk, self._stop[1])
-        ends = arrays.ends[chunks] - first
-        diff_kernels.expand(arrays.relative_from(int(first), self.size), arrays.starts[chunks], ends, positions)
+        arrays, first, size = self._arrays, int(self._start[0]), self.size
+        stored = arrays.stored
+        relative = arrays.relative[first : first + size] if stored is None else stored.relative(first, size)
+        chunks = slice(self._start[1], self._stop[1])
+        diff_kernels.expand(relative, arrays.starts[chunks], arrays.ends[chunks] - first, positions)

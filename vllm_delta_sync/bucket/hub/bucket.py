@@ -17,7 +17,7 @@ from vllm_delta_sync.bucket.base import (
 )
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent
 from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, translate_hub_error
-from vllm_delta_sync.bucket.hub.xet import Transfers
+from vllm_delta_sync.bucket.hub.xet import upload
 from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 from vllm_delta_sync.urls import StoreLocation, check_key
@@ -49,7 +49,7 @@ class HubBucket(Bucket):
         self._root = "".join(f"{part}/" for part in parts[2:])
         self._location = HubLocation(self.url, "/".join(parts[:2]))
         self._api = HubApi(self._location.id, options)
-        self._transfers = Transfers(self._api, options)
+        self._options = options
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
@@ -57,7 +57,7 @@ class HubBucket(Bucket):
         with self._translate_errors(f"write key {key!r}"):
             if if_absent and size > _CHECK_FIRST_BYTES:
                 self._check_has(key, path, None)
-            hash = self._transfers.upload(read_pieces(key, data, _BLOCK_BYTES), size)
+            hash = upload(self._api, self._options, read_pieces(key, data, _BLOCK_BYTES), size)
             if if_absent:
                 self._check_has(key, path, None)
             self._name(path, hash)

@@ -1,4 +1,4 @@
-"""``Transfers``: uploads to the Hub's content store through hf_xet, with bounded memory and timeouts.
+"""``upload``: sends content to the Hub's content store through hf_xet, with bounded memory and timeouts.
 
 hf_xet splits content into chunks, skips those that the store has, and packs the others into blocks of 64 MB. It does
 not detect a damaged chunk, so readers must check the digest of an object.
@@ -27,36 +27,32 @@ _CONNECT_SECONDS = 10.0
 _SMALL_BYTES = 1 << 22
 
 
-class Transfers:
-    """Uploads for one bucket; raises hf_xet's exceptions, see ``errors.translate_hub_error``."""
+def upload(api: HubApi, options: StoreOptions, blocks: Iterable[bytes], size: int) -> str:
+    """Store a content of about ``size`` bytes and return its hash; invisible until ``HubApi.add`` names it.
 
-    def __init__(self, api: HubApi, options: StoreOptions) -> None:
-        self._api = api
-        self._options = options
-
-    def upload(self, blocks: Iterable[bytes], size: int) -> str:
-        """Store a content of about ``size`` bytes and return its hash; invisible until ``HubApi.add`` names it."""
-        connection, fresh = self._api.connection()
-        deadline = self._options.store_deadline
-        # The timeout for the answer includes the time to send the request.
-        wait = deadline / _TRIES if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
-        try:
-            with _session(os.getpid(), deadline, wait).new_upload_commit(**connection.arguments) as commit:
-                stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
-                for block in blocks:
-                    # Blocks while _UPLOADS blocks are in flight.
-                    stream.write(block)
-                    report_bytes(len(block))
-                stored = stream.finish().xet_info
-        except DeltaSyncError:
+    Raises hf_xet's exceptions, see ``errors.translate_hub_error``.
+    """
+    connection, fresh = api.connection()
+    deadline = options.store_deadline
+    # The timeout for the answer includes the time to send the request.
+    wait = deadline / _TRIES if size <= _SMALL_BYTES else options.allowance(_BLOCK_BYTES)
+    try:
+        with _session(os.getpid(), deadline, wait).new_upload_commit(**connection.arguments) as commit:
+            stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
+            for block in blocks:
+                # Blocks while _UPLOADS blocks are in flight.
+                stream.write(block)
+                report_bytes(len(block))
+            stored = stream.finish().xet_info
+    except DeltaSyncError:
+        raise
+    except Exception as error:  # hf_xet raises many classes
+        # A cached connection may have expired, or belong to a bucket that was created again since.
+        api.forget()
+        if fresh:
             raise
-        except Exception as error:  # hf_xet raises many classes
-            # A cached connection may have expired, or belong to a bucket that was created again since.
-            self._api.forget()
-            if fresh:
-                raise
-            raise StaleError(text_of(error)) from error
-        return str(stored.hash)
+        raise StaleError(text_of(error)) from error
+    return str(stored.hash)
 
 
 @lru_cache
