@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import BASE, RUN, VERSION, opened, positive, version
 from vllm_delta_sync.cli.command import Report, command, option
-from vllm_delta_sync.cli.text import (
-    ProgressBar,
-    known,
-    many,
-    percent,
-    pick,
-    print_columns,
-    print_fields,
-    shape,
-    size,
-)
+from vllm_delta_sync.cli.text import ProgressBar, known, many, percent, pick, print_columns, print_fields, shape, size
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run

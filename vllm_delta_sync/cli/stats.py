@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import LAST, RUN, checking_history, last_count, opened
 from vllm_delta_sync.cli.command import Report, command
-from vllm_delta_sync.cli.text import (
-    ProgressBar,
-    many,
-    percent,
-    pick,
-    print_columns,
-    print_fields,
-    size,
-)
+from vllm_delta_sync.cli.text import ProgressBar, many, percent, pick, print_columns, print_fields, size
 from vllm_delta_sync.units import rounded
 
 if TYPE_CHECKING:

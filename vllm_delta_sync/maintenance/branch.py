@@ -10,13 +10,7 @@ from contextlib import ExitStack
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.base import confirm_created, create_if_absent, has_content
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import (
-    ChainError,
-    ConflictError,
-    DeltaSyncError,
-    FingerprintError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, FingerprintError, UsageError
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (

@@ -19,14 +19,7 @@ from pydantic import TypeAdapter
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
 from vllm_delta_sync.durable_files import lock_file, sync_path
-from vllm_delta_sync.errors import (
-    ConflictError,
-    DataError,
-    DeltaSyncError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger

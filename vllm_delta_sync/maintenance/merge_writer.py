@@ -26,12 +26,7 @@ from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.anchor_writer import existing, put_document
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.decode import declared_changes, open_objects
-from vllm_delta_sync.run.objects import (
-    declared_change,
-    needs_base_bits,
-    open_step_objects,
-    scratch_folder,
-)
+from vllm_delta_sync.run.objects import declared_change, needs_base_bits, open_step_objects, scratch_folder
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.run.run_reader import RunReader

@@ -5,12 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.errors import (
-    FingerprintError,
-    LimitError,
-    NotFoundError,
-    TensorMismatchError,
-)
+from vllm_delta_sync.errors import FingerprintError, LimitError, NotFoundError, TensorMismatchError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import Anchor, MergedDelta

@@ -69,11 +69,7 @@ from vllm_delta_sync.format.manifest import (
 )
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.ancestors import Ancestors
-from vllm_delta_sync.run.checks import (
-    check_tensor_fingerprints,
-    document_limit,
-    object_limit,
-)
+from vllm_delta_sync.run.checks import check_tensor_fingerprints, document_limit, object_limit
 from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.graph import check_follows
 from vllm_delta_sync.settings import HEAD

@@ -7,12 +7,7 @@ Each manifest names the digest of the one before it, and HEAD.json that of the n
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vllm_delta_sync.errors import (
-    ChainError,
-    DataError,
-    DeltaSyncError,
-    NotFoundError,
-)
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,

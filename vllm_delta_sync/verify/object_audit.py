@@ -6,14 +6,7 @@
 import numpy as np
 
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.errors import (
-    ChainError,
-    DataError,
-    DeltaSyncError,
-    FingerprintError,
-    FormatError,
-    NotFoundError,
-)
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, FingerprintError, FormatError, NotFoundError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
