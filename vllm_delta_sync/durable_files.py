@@ -12,6 +12,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from vllm_delta_sync.errors import ConflictError, StoreError, UsageError
+
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -129,6 +131,34 @@ def lock_file(path: Path) -> int | None:
         if held:
             failing.pop_all()
         return lock if held else None
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Name the folder of ``--to`` in what the block raises: UsageError if it is a file, else StoreError."""
+    try:
+        yield
+    except (NotADirectoryError, FileExistsError) as error:
+        raise UsageError(f"--to {str(folder)!r} is a file, or lies below one; name a folder") from error
+    except OSError as error:
+        raise StoreError(f"folder {str(folder)!r} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def locked_folder(folder: Path, name: str, taken: str) -> Iterator[None]:
+    """Make a folder, and lock a file of this name in it for the block.
+
+    Raises:
+        ConflictError: another process has locked it; the message is ``taken``. OSError: it cannot be made.
+    """
+    folder.mkdir(exist_ok=True)
+    lock = lock_file(folder / name)
+    if lock is None:
+        raise ConflictError(taken)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _release(lock: FileIO, held: tuple[int, str]) -> None:

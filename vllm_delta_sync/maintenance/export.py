@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
-from vllm_delta_sync.durable_files import lock_file, sync_path
-from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.durable_files import locked_folder, sync_path, writing_to
+from vllm_delta_sync.errors import DataError, DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
@@ -237,10 +237,11 @@ def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
         StoreError: the folder cannot be written.
     """
     work = target / WORK_NAME
-    try:
+    with writing_to(target):
         new = not target.exists()
         target.mkdir(parents=True, exist_ok=True)
-        with _locked(work):
+        taken = f"another export is writing to {str(target)!r}; wait until it ends, or stop it"
+        with locked_folder(work, LOCK_NAME, taken):
             try:
                 _refuse_foreign(target, work, weights)
                 yield work
@@ -250,10 +251,6 @@ def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
                     target.rmdir()
                 raise
             _remove(work)
-    except (NotADirectoryError, FileExistsError) as error:
-        raise UsageError(f"--to {str(target)!r} is a file, or lies below one; name a folder") from error
-    except OSError as error:
-        raise StoreError(f"folder {str(target)!r} cannot be written: {error.strerror or error}") from error
 
 
 def _refuse_foreign(target: Path, work: Path, weights: Collection[str]) -> None:
@@ -268,19 +265,6 @@ def _refuse_foreign(target: Path, work: Path, weights: Collection[str]) -> None:
             f"--to {str(target)!r} holds {foreign[0]!r}, which delta-sync export did not write; name a new or empty "
             "folder"
         )
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """Make the work folder and lock it. Raises ConflictError: another export has locked it."""
-    work.mkdir(exist_ok=True)
-    lock = lock_file(work / LOCK_NAME)
-    if lock is None:
-        raise ConflictError(f"another export is writing to {str(work.parent)!r}; wait until it ends, or stop it")
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _clear(work: Path) -> None:

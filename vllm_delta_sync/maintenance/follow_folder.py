@@ -5,15 +5,15 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
-from vllm_delta_sync.durable_files import lock_file, sync_path
-from vllm_delta_sync.errors import ChainError, ConflictError, ForkError, ReplayError, StoreError, UsageError
+from vllm_delta_sync.durable_files import locked_folder, sync_path, writing_to
+from vllm_delta_sync.errors import ChainError, ForkError, ReplayError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.checkpoint_files import files_in, model_files_of_run
@@ -82,32 +82,22 @@ class FollowedFolder(ABC):
             UsageError: it holds files of others. ConflictError: another process follows into it.
             StoreError: it cannot be made.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not self._work.exists() and (found := sorted(path.name for path in self.path.iterdir())):
-                raise UsageError(
-                    f"--to {str(self.path)!r} holds {found[0]!r}, which delta-sync follow did not make; name a new or "
-                    "empty folder"
-                )
-            if (other := next(self.path.glob(self.foreign), None)) is not None:
-                raise UsageError(
-                    f"--to {str(self.path)!r} holds {other.name!r}, of another --format; name a new or empty folder"
-                )
-            self._work.mkdir(exist_ok=True)
-            lock = lock_file(self._work / _LOCK)
-        except (NotADirectoryError, FileExistsError) as error:
-            raise UsageError(f"--to {str(self.path)!r} is a file, or lies below one; name a folder") from error
-        except OSError as error:
-            raise self._unwritable(error) from error
-        if lock is None:
-            raise ConflictError(
-                f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
-            )
-        try:
+        with ExitStack() as stack:
+            with writing_to(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                if not self._work.exists() and (found := sorted(path.name for path in self.path.iterdir())):
+                    raise UsageError(
+                        f"--to {str(self.path)!r} holds {found[0]!r}, which delta-sync follow did not make; name a new "
+                        "or empty folder"
+                    )
+                if (other := next(self.path.glob(self.foreign), None)) is not None:
+                    raise UsageError(
+                        f"--to {str(self.path)!r} holds {other.name!r}, of another --format; name a new or empty folder"
+                    )
+                taken = f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
+                stack.enter_context(locked_folder(self._work, _LOCK, taken))
+            stack.callback(shutil.rmtree, self._work / NEXT, ignore_errors=True)
             yield
-        finally:
-            shutil.rmtree(self._work / NEXT, ignore_errors=True)
-            os.close(lock)
 
     def update(self, run: Run, version: Version) -> FollowedVersion | None:
         """Move the folder to a version; None if it is there, and the last switch to it was handled.
@@ -131,7 +121,7 @@ class FollowedFolder(ABC):
                     return FollowedVersion(folder, target.version, target.step, target.digest, 0, [], 0.0)
             made, read_bytes, linked = self._make(run, current, target)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise StoreError(f"folder {str(self.path)!r} cannot be written: {error.strerror or error}") from error
         seconds = time.monotonic() - began
         return FollowedVersion(made, target.version, target.step, target.digest, read_bytes, linked, seconds)
 
@@ -235,6 +225,3 @@ class FollowedFolder(ABC):
             removed.mkdir(exist_ok=True)
             os.rename(folder, removed / folder.name)
         shutil.rmtree(removed, ignore_errors=True)
-
-    def _unwritable(self, error: OSError) -> StoreError:
-        return StoreError(f"folder {str(self.path)!r} cannot be written: {error.strerror or error}")
