@@ -170,10 +170,18 @@ def test_a_branch_without_a_head_file_stands(source: Source, tmp_path: Path) -> 
 def test_where_nobody_knows_whether_the_branch_stands_its_tag_stays(source: Source, tmp_path: Path) -> None:
     run, _ = source
     with (
-        failing_put(keys.version_key(0), True, StoreError("timed out")),
+        failing_put(keys.version_key(0), True, KeyboardInterrupt()),
         mock.patch.object(LocalBucket, "delete", side_effect=StoreError("gone")),
-        pytest.raises(StoreError),
+        pytest.raises(KeyboardInterrupt),
     ):
+        branch(run, 9, str(tmp_path / "branch"))
+    assert len(run.tags()) == 1
+    assert open_run(str(tmp_path / "branch")).head().version == 0
+
+
+def test_a_branch_whose_last_answer_was_lost_stands(source: Source, tmp_path: Path) -> None:
+    run, _ = source
+    with failing_put(keys.version_key(0), True, StoreError("timed out")):
         branch(run, 9, str(tmp_path / "branch"))
     assert len(run.tags()) == 1
     assert open_run(str(tmp_path / "branch")).head().version == 0
