@@ -20,11 +20,11 @@ class DictMachine(RuleBasedStateMachine):
 
     Attributes:
         bucket: opened by a subclass, empty. folder: for its files. stack: is closed at the end.
-        same_bytes_may_pass: whether a creation may succeed where the very bytes are there already.
+        answers_are_lost: whether a creation may be refused because an earlier try of it took effect.
     """
 
     bucket: Bucket
-    same_bytes_may_pass = False
+    answers_are_lost = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class DictMachine(RuleBasedStateMachine):
             created = True
         except ConflictError:
             created = False
-        passes = self.same_bytes_may_pass and self.model.get(key) == data
-        assert passes or created == (key not in self.model)
+        own = self.answers_are_lost and self.bucket.get(key) == data == self.model.get(key, data)
+        assert own or created == (key not in self.model)
         self.model.setdefault(key, data)
 
     @rule(key=KEYS)

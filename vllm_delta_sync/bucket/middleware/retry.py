@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by, read_pieces, report_bytes
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by, report_bytes
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.threads import wait_interruptibly
-from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
+from vllm_delta_sync.errors import DeadlineError, UnavailableError
 from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.settings import StoreOptions
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
-COMPARED_BYTES = 8 * 1024 * 1024
 _Result = TypeVar("_Result")
 
 logger = guarded_logger("vllm_delta_sync.bucket")
@@ -31,10 +30,10 @@ class RetryingBucket(BucketMiddleware):
     not count; otherwise a large transfer that fails late, or has waited for others, would get no second try.
     When time is up, DeadlineError reports the number of tries and the last failure.
 
-    If a create-if-absent has a try of unknown outcome and then finds the key taken, it reads the object back: if the
-    content is its own, it has succeeded. An interrupted listing continues after the last key. A put from a source that
-    can be read only once, such as a pipe, is not retried. The bytes of a failed try are reported to outer observers as
-    a negative number.
+    If a try of a create-if-absent took effect and its answer was lost, the next try raises ConflictError: callers read
+    the object back (``base.create_if_absent``). An interrupted listing continues after the last key. A put from a
+    source that can be read only once, such as a pipe, is not retried. The bytes of a failed try are reported to outer
+    observers as a negative number.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions, metrics: StoreUsage) -> None:
@@ -57,21 +56,8 @@ class RetryingBucket(BucketMiddleware):
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         if isinstance(data, Path) and data.exists() and not data.is_file():
             self._inner.put(key, data, if_absent=if_absent)
-            return
-        outcome_unknown = False
-
-        def attempt() -> None:
-            nonlocal outcome_unknown
-            try:
-                self._inner.put(key, data, if_absent=if_absent)
-            except UnavailableError:
-                outcome_unknown = True
-                raise
-            except ConflictError:
-                if not outcome_unknown or not self._is_stored(key, data):
-                    raise
-
-        self._around(Call("put", key, data=data), attempt)
+        else:
+            super().put(key, data, if_absent=if_absent)
 
     def close(self) -> None:
         self._closed.set()
@@ -113,22 +99,6 @@ class RetryingBucket(BucketMiddleware):
             ) from error
         tries.start_try()
         self._metrics.add(retries=1)
-
-    def _is_stored(self, key: str, data: bytes | Path) -> bool:
-        """Return whether the object equals ``data``. Each piece is read with its own retries."""
-        try:
-            if self.stat(key).bytes != size_of(data):
-                return False
-            start = 0
-            for piece in read_pieces(key, data, COMPARED_BYTES):
-                if self.get_range(key, start, len(piece)) != piece:
-                    return False
-                start += len(piece)
-        except NotFoundError as error:
-            raise UnavailableError(
-                f"key {key!r} of {self.url} existed and was deleted meanwhile by another process; try again"
-            ) from error
-        return True
 
 
 class _Tries:
