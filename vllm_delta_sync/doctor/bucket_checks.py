@@ -8,12 +8,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from errno import EROFS
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import STAGING, describe_failure
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.ranged import download
@@ -53,7 +54,7 @@ SINGLE_WRITER = (
 
 
 class BucketProbe:
-    """The checks of one bucket in the order of their dependencies, and their test objects.
+    """The checks of one bucket in the order of their dependencies, ``url`` first, and their test objects.
 
     Args:
         size: bytes of the throughput test's object.
@@ -68,7 +69,7 @@ class BucketProbe:
         self._url = url
         self._options = options.without_copies()
         self._keyring, self._size, self._reads_only = keyring, size, reads_only
-        self._opened: Bucket | None = None
+        self._closing = ExitStack()
         self._folders: list[Path] = []
         self._stem = f"{PREFIX}{secrets.token_hex(16)}-"
         self._key = RUN_KEY if reads_only else self._stem + "small"
@@ -76,22 +77,14 @@ class BucketProbe:
         self.made: list[str] = []
         self.run: str | None = None
         self.head: int | None = None
-
-    @property
-    def is_directory(self) -> bool:
-        return scheme_of(self._url) == "file"
-
-    @property
-    def _bucket(self) -> Bucket:
-        if self._opened is None:
-            raise StoreError("the bucket could not be opened")
-        return self._opened
+        self.is_directory = scheme_of(url) == "file"
 
     def url(self) -> CheckResult:
         """Check whether the URL is valid and its library installed; warn about a directory that does not exist yet."""
         bucket = open_bucket(self._url, self._options)
         # A mount may hang too.
-        self._opened = bucket = DeadlineBucket(bucket, self._options) if self.is_directory else bucket
+        bucket = DeadlineBucket(bucket, self._options) if self.is_directory else bucket
+        self._bucket = self._closing.enter_context(bucket)
         figures: dict[str, Any] = {"url": bucket.url, "scheme": scheme_of(self._url)}
         if not self.is_directory:
             return ok(bucket.url, **figures)
@@ -308,10 +301,8 @@ class BucketProbe:
         Returns:
             the keys that could not be removed.
         """
-        if self._opened is None:
-            return []
         left = [key for key in self.made if not self._remove(key)]
-        self._opened.close()
+        self._closing.close()
         for folder in self._folders:
             try:
                 folder.rmdir()

@@ -485,10 +485,7 @@ class ReadPlanner:
 
     def _plan(self, moves: list[Move]) -> Plan:
         document = self._documents[moves[0].edge.key]
-        if isinstance(document, MergedDelta):
-            raise ChainError(f"{moves[0].edge.key} is no root")
-        manifest = self.manifest(document.version)
-        root = Root(manifest, document if isinstance(document, Anchor) else None)
+        root = Root(self.manifest(moves[0].end), document if isinstance(document, Anchor) else None)
         return Plan(self._run, root, self._steps(moves[1:]))
 
     # Why not
