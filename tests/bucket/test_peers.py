@@ -15,10 +15,10 @@ import pytest
 from tests.support.answers import closed_port
 from tests.support.ipv6 import needs_ipv6
 from tests.support.samples import ref_of
+from tests.support.usage import counted
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket, peer, ranged
 from vllm_delta_sync.bucket.base import report_bytes
-from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket, PeerSource
@@ -413,14 +413,12 @@ def test_setting_names_peers_and_needs_the_token(site: Site, monkeypatch: pytest
     ref, data = site.put(PIECE - 1)
     server = site.serve("mirror")
     options = StoreOptions(peer=f"http://127.0.0.1:1, {server.url}/")
-    with open_bucket(site.folder / "bucket", options) as bucket:
-        assert isinstance(bucket, OpenedBucket)
+    with open_bucket(site.folder / "bucket", options) as bucket, counted("received_bytes", "peer_bytes") as used:
         assert bucket.get(ref.key, max_bytes=ref.bytes) == data
-        used = bucket.metrics.snapshot()
-        assert (used["received_bytes"], used["peer_bytes"]) == (0, len(data))
+        assert used() == [0, len(data)]
         bucket.put("HEAD.json", b"1")
         assert bucket.get("HEAD.json") == b"1"
-        assert bucket.metrics.snapshot()["peer_bytes"] == len(data)
+        assert used() == [1, len(data)]
     for url in (
         "ftp://host",
         "host:80",

@@ -12,9 +12,9 @@ from tests.support.chains import Chain
 from tests.support.commands import delta_sync
 from tests.support.ipv6 import needs_ipv6
 from tests.support.running import interruptible
+from tests.support.usage import counted
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.verified import fetch_object
 
 SECONDS = 120
@@ -39,10 +39,9 @@ def test_it_serves_until_a_signal(
         try:
             assert started.stdout is not None
             url = json.loads(started.stdout.readline())["data"]["url"]
-            with open_bucket(chain.url, StoreOptions(peer=url)) as bucket:
-                assert isinstance(bucket, OpenedBucket)
+            with open_bucket(chain.url, StoreOptions(peer=url)) as bucket, counted("peer_bytes") as used:
                 assert len(fetch_object(bucket, ref)) == ref.bytes
-                assert bucket.metrics.snapshot()["peer_bytes"] == ref.bytes
+                assert used() == [ref.bytes]
             fetched = json.loads(started.stdout.readline())["data"]
             started.send_signal(number)
             assert started.wait(SECONDS) == code

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.samples import ref_of
 from tests.support.services import wait_until
+from tests.support.usage import counted
 from tests.support.web import TOKEN, Site, listening
 from vllm_delta_sync.admin_token import VARIABLE, AdminToken
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH, PROGRESS_HEADER
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache.folder import CacheFolder
@@ -41,11 +41,10 @@ def test_reader_takes_objects_from_a_server_and_documents_from_the_bucket(site: 
     ref = newest(site)
     with listening(site.app) as port:
         options = StoreOptions(peer=f"http://127.0.0.1:{port}")
-        with open_bucket(site.settings.bucket, options) as bucket:
-            assert isinstance(bucket, OpenedBucket)
+        names = ("peer_bytes", "received_bytes", "peer_failures")
+        with open_bucket(site.settings.bucket, options) as bucket, counted(*names) as used:
             data = fetch_object(bucket, ref)
-            used = bucket.metrics.snapshot()
-        assert (used["peer_bytes"], used["received_bytes"], used["peer_failures"]) == (ref.bytes, 0, 0)
+            assert used() == [ref.bytes, 0, 0]
         assert (tmp_path / "cache" / ref.sha256).read_bytes() == data, "in the cache of the node"
         with open_run(site.settings.bucket, store=options) as run:
             assert run.head().version == 1

@@ -18,7 +18,6 @@ from vllm_delta_sync.urls import (
 
 if TYPE_CHECKING:
     from vllm_delta_sync.admin_token import AdminToken
-    from vllm_delta_sync.bucket.middleware.usage import StoreUsage
     from vllm_delta_sync.bucket.peer import PeerBucket
 
 
@@ -26,17 +25,14 @@ class OpenedBucket(BucketMiddleware):
     """A bucket in its middleware: what ``open_bucket`` returns, except for a plain directory.
 
     Attributes:
-        options: the options it was opened with. metrics: its use, the mirror not counted.
+        options: the options it was opened with.
         origin: the same bucket without mirror and peers; closed with this one.
     """
 
-    def __init__(
-        self, inner: Bucket, options: StoreOptions, metrics: "StoreUsage", origin: Bucket | None = None
-    ) -> None:
+    def __init__(self, inner: Bucket, options: StoreOptions, origin: Bucket | None = None) -> None:
         super().__init__(inner)
         self.origin: Bucket = self if origin is None else origin
         self.options = options
-        self.metrics = metrics
 
 
 def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None) -> Bucket:
@@ -100,24 +96,23 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
     from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
     from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-    from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket, StoreUsage
+    from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket
 
-    metrics = StoreUsage(PROCESS)
     if network:
         bucket = DeadlineBucket(bucket, options)
-    bucket = LimitedBucket(bucket, options, metrics)
+    bucket = LimitedBucket(bucket, options, PROCESS)
     if network:
-        bucket = RetryingBucket(bucket, options, metrics)
+        bucket = RetryingBucket(bucket, options, PROCESS)
     bucket = ProgressBucket(bucket, options.store_progress)
-    origin = OpenedBucket(bucket, options.without_copies(), metrics)
+    origin = OpenedBucket(bucket, options.without_copies())
     if options == options.without_copies():
         return origin
     from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket, PeerSource, Source
 
-    sources: list[Source] = [PeerSource(peer, options.store_deadline, metrics) for peer in open_peers(options)]
+    sources: list[Source] = [PeerSource(peer, options.store_deadline, PROCESS) for peer in open_peers(options)]
     if options.mirror is not None:
         sources.append(Source(open_mirror(options.mirror, options)))
-    return OpenedBucket(MirrorBucket(origin, sources), options, metrics, origin)
+    return OpenedBucket(MirrorBucket(origin, sources), options, origin)
 
 
 def open_peers(options: StoreOptions, token: "AdminToken | None" = None) -> "list[PeerBucket]":

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, observed_by
@@ -28,13 +28,9 @@ class StoreUsage:
     object is not a failure. ``retries``: tries after the first one. ``sent_bytes``, ``received_bytes``: failed tries
     included. ``send_seconds``, ``receive_seconds``: time spent in transfers, summed over parallel ones. Counted apart:
     ``peer_bytes``, read from peers instead, and ``peer_failures``, the times that one was given up.
-
-    Args:
-        parent: metrics to which everything is added too.
     """
 
-    def __init__(self, parent: "StoreUsage | None" = None) -> None:
-        self._parent = parent
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float | int] = dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_SECONDS, 0.0)
 
@@ -43,8 +39,6 @@ class StoreUsage:
         with self._lock:
             for name, amount in amounts.items():
                 self._values[name] += amount
-        if self._parent is not None:
-            self._parent.add(**amounts)
 
     def count_failure(self, error: StoreError) -> None:
         """Count a failure by its kind; an unlisted kind counts as ``store``."""
@@ -55,10 +49,6 @@ class StoreUsage:
         """Return all sums."""
         with self._lock:
             return dict(self._values)
-
-    def since(self, earlier: Mapping[str, float | int]) -> dict[str, float | int]:
-        """Return what was added since the snapshot ``earlier``."""
-        return {name: value - earlier.get(name, 0) for name, value in self.snapshot().items()}
 
 
 PROCESS = StoreUsage()
