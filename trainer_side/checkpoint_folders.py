@@ -22,8 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, check_folder, find_checkpoints, locate, step_of
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors
-from trainer_side.model.sources import HEAD
+from trainer_side.model.live_tensors import HEAD, CheckpointTensor, LiveTensors
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.slime_deltas import check_frames, delta_index, new_tensors

@@ -24,8 +24,8 @@ from pydantic.dataclasses import dataclass
 
 from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.manifests import SHARD_BYTES
-from trainer_side.model.module import Patterns, Rename, Selection
-from trainer_side.model.sources import ModelLike
+from trainer_side.model.live_tensors import Patterns, Rename, Selection
+from trainer_side.model.module import ModelLike
 from trainer_side.ranks.given_parts import GivenParts, PartSource
 from trainer_side.result import OnVersion
 from vllm_delta_sync.bucket import Bucket

@@ -18,7 +18,7 @@ from trainer_side.diff.pending_delta import prepare_devices
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.memory import PublisherMemory, publisher_memory
 from trainer_side.model.live_tensors import read_to_end
-from trainer_side.model.sources import ModelLike, live_tensors
+from trainer_side.model.module import ModelLike, live_tensors
 from trainer_side.options import (
     MakeOptions,
     PublisherOptions,

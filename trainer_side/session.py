@@ -14,7 +14,7 @@ from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.model.sources import ModelLike
+from trainer_side.model.module import ModelLike
 from trainer_side.options import Budget, Gate, PublisherOptions, SidecarData, check_step, checked_sidecars
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, RankGroups, check_same, rank_in_world
 from trainer_side.ranks.shard_parts import needs_ranks

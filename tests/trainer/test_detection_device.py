@@ -19,7 +19,7 @@ from trainer_side.diff.change_log import ChangeLog, ChangeSpool
 from trainer_side.diff.device_memory import BLOCK
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors import segments
 from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS

@@ -21,8 +21,8 @@ from tests.support.architectures import qwen3, qwen3_moe, same_bits, saved, trai
 from tests.support.publishing import assert_holds, assert_same, snapshot
 from trainer_side import Publisher
 from trainer_side.integrations.peft import adapter_publisher
-from trainer_side.model.module import Selection
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.live_tensors import Selection
+from trainer_side.model.module import live_tensors
 from vllm_delta_sync import follow, open_run
 from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.maintenance.branch import branch

@@ -30,7 +30,7 @@ from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.memory import publisher_memory
 from trainer_side.model import lora
 from trainer_side.model.live_tensors import CheckpointTensor
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 from trainer_side.options import PublisherOptions
 from trainer_side.writer import RunWriter
 from vllm_delta_sync import open_run

@@ -15,7 +15,7 @@ from tests.support.architectures import TRANSFORMERS, adamw, qwen3, qwen3_moe, s
 from tests.support.publishing import assert_same
 from trainer_side import Publisher
 from trainer_side.model.conversion_trace import Replay, View, trace
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 from vllm_delta_sync.errors import ModelError, UsageError
 
 

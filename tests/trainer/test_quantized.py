@@ -30,10 +30,9 @@ from tests.support.small_floats import nearest, packed, save_blocks, save_modelo
 from tests.support.tiny import make_model, make_model_like, train_steps
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.model import four_bit
-from trainer_side.model.live_tensors import LiveTensors
+from trainer_side.model.live_tensors import IterableTensors, LiveTensors
 from trainer_side.model.module import ModuleTensors
 from trainer_side.model.quantized import QuantizedTensors, quantized
-from trainer_side.model.sources import IterableTensors
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, ModelError, TensorMismatchError, UsageError

@@ -11,8 +11,7 @@ import torch
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, HostSlab, move_buffer
 from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
-from trainer_side.model.live_tensors import LiveTensors
-from trainer_side.model.sources import check_fits, own_spec, target_names
+from trainer_side.model.live_tensors import LiveTensors, check_fits, own_spec, target_names
 from vllm_delta_sync.errors import FingerprintError, FormatError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.limits import CORRUPT
@@ -380,7 +379,7 @@ class Baseline:
             seen.add(name)
             targets = self.targets_of.get(name)
             for target in (self.table.index(name),) if targets is None else targets:
-                check_fits(name, tensor, self.table[target])
+                check_fits(name, tensor, self.table[target], "this run (a new one may have other shapes)")
                 yield name, target, tensor
 
 

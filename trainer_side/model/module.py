@@ -1,14 +1,13 @@
 """``ModuleTensors``: checkpoint tensors of a torch module, as ``save_pretrained`` would write them, as live views.
 
-All knowledge of transformers is here. It is imported only if the caller's program has imported it. ``Selection`` says
-which tensors are published, and under which names.
+All knowledge of transformers is here. It is imported only if the caller's program has imported it. ``live_tensors``
+takes whatever a user passes as the model.
 """
 
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,13 @@ from torch import distributed, nn
 from trainer_side.model.conversion_trace import Route, View, trace
 from trainer_side.model.live_tensors import (
     CheckpointTensor,
+    IterableTensors,
     LiveTensors,
+    NamedTensors,
+    Selection,
     changed,
     check_readable,
+    note_renamed,
     storage_key,
     storages_of,
 )
@@ -28,102 +31,8 @@ from trainer_side.model.lora import LoraLayers, MergedState, has_adapters
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
-from vllm_delta_sync.units import listed
 
 logger = guarded_logger(__name__)
-
-Patterns = str | Sequence[str]
-"""A glob pattern of names, or several."""
-Rename = Mapping[str, str] | Callable[[str], str]
-"""Prefix of a name → what replaces it; or a function of the name."""
-
-
-class Selection:
-    """The arguments ``include``, ``exclude`` and ``rename`` of ``Publisher``, applied in this order.
-
-    Raises:
-        UsageError: an argument is invalid.
-    """
-
-    def __init__(
-        self, include: Patterns | None = None, exclude: Patterns | None = None, rename: Rename | None = None
-    ) -> None:
-        self._include, self._exclude = _patterns("include", include), _patterns("exclude", exclude)
-        self._rename = rename
-        self._prefixes: list[str] = []
-        if isinstance(rename, Mapping):
-            for prefix, replacement in rename.items():
-                if not isinstance(prefix, str) or not prefix or not isinstance(replacement, str):
-                    raise UsageError(
-                        f"rename has {prefix!r}: {replacement!r}; give prefixes of names and their replacements, such "
-                        "as {'actor.': ''}"
-                    )
-            self._prefixes = sorted(rename, key=len, reverse=True)
-        elif rename is not None and not callable(rename):
-            raise UsageError(
-                f"rename is a {type(rename).__name__}; give a mapping of prefixes, such as {{'actor.': ''}}, or a "
-                "function that takes a name and returns one"
-            )
-        self._unused = {("include", each) for each in self._include} | {("exclude", each) for each in self._exclude}
-        self._unused |= {("rename", prefix) for prefix in self._prefixes}
-
-    @property
-    def is_everything(self) -> bool:
-        """Whether all tensors are published under their own names."""
-        return not self._include and not self._exclude and not self.renames
-
-    @property
-    def renames(self) -> bool:
-        return self._rename is not None
-
-    def keeps(self, name: str) -> bool:
-        """Return whether the parameter or buffer of this name is published."""
-        included = [self._matches("include", pattern, name) for pattern in self._include]
-        excluded = [self._matches("exclude", pattern, name) for pattern in self._exclude]
-        return (any(included) or not included) and not any(excluded)
-
-    def renamed(self, name: str) -> str:
-        """Return the name in the run; of several prefixes that match, the longest is replaced."""
-        if callable(self._rename):
-            found = self._rename(name)
-            if not isinstance(found, str):
-                raise UsageError(f"rename returns {found!r} for {name!r}; return a name")
-            return found
-        for prefix in self._prefixes:
-            if self._rename is not None and name.startswith(prefix):
-                self._unused.discard(("rename", prefix))
-                return self._rename[prefix] + name.removeprefix(prefix)
-        return name
-
-    def check_used(self, names: Sequence[str]) -> None:
-        """Raise UsageError if a pattern or prefix has matched no name so far. Args: names: some, for the message."""
-        for argument, pattern in sorted(self._unused):
-            raise UsageError(
-                f"{argument} has {pattern!r}, which matches no tensor of the model ({listed(names)}); correct it"
-            )
-
-    def _matches(self, argument: str, pattern: str, name: str) -> bool:
-        found = fnmatchcase(name, pattern)
-        if found:
-            self._unused.discard((argument, pattern))
-        return found
-
-
-def note_renamed(given: dict[str, str], name: str, renamed: str) -> None:
-    """Note the name in the run of a tensor; raise ModelError if another has it. Args: given: name in the run → name."""
-    if given.setdefault(renamed, name) != name:
-        raise ModelError(
-            f"rename gives {given[renamed]!r} and {name!r} the same name, {renamed!r}; exclude one of them, or give it "
-            "another name"
-        )
-
-
-def _patterns(argument: str, given: Patterns | None) -> tuple[str, ...]:
-    found = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-    if given is not None and (not found or not all(isinstance(each, str) and each for each in found)):
-        raise UsageError(f"{argument} is {given!r}; give a pattern of names, such as 'v_head.*', or a sequence of them")
-    return found
-
 
 # Wrappers that only add a level to every name, by class name so that none of them needs to be imported.
 _WRAPPERS = {
@@ -309,6 +218,41 @@ class ModuleTensors(LiveTensors):
         for name, route in self._form.routes.items():
             if name not in self.unused:
                 yield name, route.read(state)
+
+
+ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors] | LiveTensors
+
+
+def live_tensors(model: ModelLike, selection: Selection | None = None) -> LiveTensors:
+    """Return the tensors of what a user passed as the model.
+
+    Args:
+        model: a module, an iterable of (checkpoint name, tensor) that can be read repeatedly, or a function without
+            arguments that returns one. Names are those of a Hugging Face checkpoint.
+        selection: of a module, or of streamed weights.
+    """
+    if isinstance(model, nn.Module):
+        return ModuleTensors(model, selection)
+    if isinstance(model, Iterator):
+        raise UsageError(
+            "the model is an iterator, which can be read only once; pass a list of (name, tensor), or a "
+            "function that returns a fresh iterator each time, such as model.named_parameters without the "
+            "parentheses"
+        )
+    if isinstance(model, LiveTensors):
+        live = model
+    elif isinstance(model, Iterable):
+        live = IterableTensors(lambda: model)
+    elif callable(model):
+        live = IterableTensors(model)
+    else:
+        raise UsageError(
+            f"the model is a {type(model).__name__}; pass a torch.nn.Module, an iterable of (name, tensor), or a "
+            "function without arguments that returns one"
+        )
+    if selection is not None and not selection.is_everything:
+        live.select(selection)
+    return live
 
 
 def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:

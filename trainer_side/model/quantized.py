@@ -22,8 +22,7 @@ import torch
 
 from trainer_side.model import four_bit
 from trainer_side.model.four_bit import Tensors
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, changed
-from trainer_side.model.sources import is_packed
+from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, changed, is_packed
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.base_document import load_json
 from vllm_delta_sync.format.table import TensorSpec

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
-from trainer_side.model.module import ModuleForm, Selection, assume_loaded_from, note_renamed
+from trainer_side.model.live_tensors import (
+    CheckpointTensor,
+    LiveTensors,
+    NamedTensors,
+    Selection,
+    check_readable,
+    note_renamed,
+    pairs,
+)
+from trainer_side.model.module import ModuleForm, assume_loaded_from
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
@@ -77,7 +85,6 @@ class StreamedWeights(LiveTensors):
             self._routes.append((target, route))
 
     def select(self, selection: Selection) -> None:
-        """Apply a selection to the names that are yielded, before anything else is done with them."""
         self._selection = selection
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.manifests import FullState, Put, Shards
 from trainer_side.model.live_tensors import read_to_end
-from trainer_side.model.sources import ModelLike
+from trainer_side.model.module import ModelLike
 from trainer_side.options import PublisherOptions
 from trainer_side.ranks.given_parts import GivenParts
 from trainer_side.ranks.group import (

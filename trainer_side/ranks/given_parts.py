@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer_side.model.live_tensors import CheckpointTensor, NamedTensors, changed, check_readable
-from trainer_side.model.module import Selection
+from trainer_side.model.live_tensors import CheckpointTensor, NamedTensors, Selection, changed, check_readable
 from trainer_side.ranks.group import Json, ProcessGroup
 from trainer_side.ranks.shard_parts import RankParts, ShardPart, part_name
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError

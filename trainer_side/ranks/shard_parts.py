@@ -15,8 +15,15 @@ import torch
 from torch import distributed, nn
 
 from trainer_side.model.conversion_trace import View
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, changed, check_readable, storages_of
-from trainer_side.model.module import ModuleForm, Selection
+from trainer_side.model.live_tensors import (
+    CheckpointTensor,
+    LiveTensors,
+    Selection,
+    changed,
+    check_readable,
+    storages_of,
+)
+from trainer_side.model.module import ModuleForm
 from trainer_side.ranks.group import Json, in_world
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import HrmTextConfig, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_moe, train
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from tests.trainer.sharded.models import Tensors, built
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.test_load_into import Net, table_of, write_run, wrong
 from trainer_side import Publisher
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 from trainer_side.ranks.shard_parts import needs_ranks
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ModelError

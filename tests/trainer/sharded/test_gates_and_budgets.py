@@ -18,7 +18,7 @@ from tests.support.publishing import damage
 from tests.trainer.sharded.models import WAYS, Tensors, built, gathered, reference, steps
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Publisher
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import DeltaSyncError, GateError, NotFoundError, StoreError
 from vllm_delta_sync.format.manifest import HeldBack

@@ -18,7 +18,7 @@ from tests.support.architectures import qwen3_moe
 from tests.support.samples import RunWriter, nudge
 from tests.trainer.sharded.models import fsdp, tied_llama
 from tests.trainer.sharded.nursery import Nursery
-from trainer_side.model.sources import live_tensors
+from trainer_side.model.module import live_tensors
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError

@@ -18,8 +18,8 @@ from tests.trainer.sharded.nursery import Nursery
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors
-from trainer_side.model.sources import IterableTensors, live_tensors
+from trainer_side.model.live_tensors import CheckpointTensor, IterableTensors, LiveTensors
+from trainer_side.model.module import live_tensors
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors
 from trainer_side.ranks.shard_parts import ModuleParts, ShardPart, needs_ranks, part_name
 from vllm_delta_sync.codec.delta_object import DeltaContext
