@@ -24,6 +24,7 @@ from benchmarks.breakeven.__main__ import apply
 from benchmarks.budgets import chart
 from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
+from benchmarks.common.training import sample
 from examples import rl_loop
 from examples.rl_loop import Answer
 from trainer_side import Budget, Publisher
@@ -68,34 +69,12 @@ class Sampler:
         self.wait_version(self._publisher.version)
         return {"last_error": None, "recent": [], "served": {"version": self.version}}
 
-    @torch.no_grad()
     def sample(self, prompts: Sequence[list[int]], temperature: float) -> list[Answer]:
         """An answer to each prompt, sampled at temperature 1 by the newest version."""
         self._publisher.flush()
         self.wait_version(self._publisher.version)
-        rows = [list(prompt) for prompt in prompts]
-        begins = [len(row) for row in rows]
-        logprobs: list[list[float]] = [[] for _ in rows]
-        going = list(range(len(rows)))
-        for _ in range(rl_loop.MAX_ANSWER_TOKENS):
-            width = max(len(rows[number]) for number in going)
-            tokens = torch.full((len(going), width), rl_loop.IDS[rl_loop.PAD])
-            for line, number in enumerate(going):
-                tokens[line, : len(rows[number])] = torch.tensor(rows[number])
-            logits = self._model(input_ids=tokens, use_cache=False).logits.float()
-            ends = torch.tensor([len(rows[number]) - 1 for number in going])
-            chances = torch.log_softmax(logits[torch.arange(len(going)), ends], dim=-1)
-            chosen = torch.multinomial(chances.exp(), 1, generator=self._generator).squeeze(1).tolist()
-            for line, (number, token) in enumerate(zip(going, chosen, strict=True)):
-                rows[number].append(token)
-                logprobs[number].append(float(chances[line, token]))
-            going = [number for number in going if rows[number][-1] != rl_loop.IDS[rl_loop.EOS]]
-            if not going:
-                break
-        answers = [row[begin:] for row, begin in zip(rows, begins, strict=True)]
-        return [
-            Answer(tokens, found, [self.version] * len(tokens)) for tokens, found in zip(answers, logprobs, strict=True)
-        ]
+        answers = zip(*sample(self._model, prompts, self._generator), strict=True)
+        return [Answer(tokens, logprobs, [self.version] * len(tokens)) for tokens, logprobs in answers]
 
 
 def any_reward(word: str, tokens: list[int]) -> float:

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.catchup.widths import widths
 from benchmarks.common import real_model, real_steps
+from benchmarks.common.noise import NoisyAdam
 from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import Place, number, pivot, value_of
 from benchmarks.common.training_data import tensors_of
@@ -40,8 +41,6 @@ from vllm_delta_sync.run.read_plan import ReadPlanner, Root
 from vllm_delta_sync.run.restore import apply_step, load_root, restore
 
 BENCH = "catchup"
-LR = 1.1e-6
-FAST_BETA, SLOW_BETA, EPSILON = 0.9, 0.999, 1e-8
 TRIES = 3
 SPANS = (1, 10, 100, 1000)
 EXTRA = 13
@@ -99,38 +98,12 @@ class EachDelta(Run):
         raise NotFoundError(f"merged delta {first} to {last} is not looked for")
 
 
-class Adam:
-    """float32 masters moved by Adam on gradients of noise, and what a server gets of them.
-
-    Attributes:
-        weights: name → bfloat16 tensor, rounded from the masters.
-    """
-
-    def __init__(self, tensors: int, shape: tuple[int, int]) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._masters = [0.02 * torch.randn(shape, generator=self._generator) for _ in range(tensors)]
-        self._first = [torch.zeros(shape) for _ in range(tensors)]
-        self._second = [torch.zeros(shape) for _ in range(tensors)]
-        self._steps = 0
-        self.weights = {f"layers.{i}.weight": master.bfloat16() for i, master in enumerate(self._masters)}
-
-    def step(self) -> None:
-        self._steps += 1
-        fast, slow = 1 - FAST_BETA**self._steps, 1 - SLOW_BETA**self._steps
-        for master, first, second, weight in zip(
-            self._masters, self._first, self._second, self.weights.values(), strict=True
-        ):
-            gradient = torch.randn(master.shape, generator=self._generator)
-            first.lerp_(gradient, 1 - FAST_BETA)
-            second.mul_(SLOW_BETA).addcmul_(gradient, gradient, value=1 - SLOW_BETA)
-            master.addcdiv_(first / fast, (second / slow).sqrt_().add_(EPSILON), value=-LR)
-            weight.copy_(master)
-
-
 def publish(url: str, versions: int, tensors: int, shape: tuple[int, int]) -> None:
     """Write a synthetic run of so many versions after version 0, and nothing beside it."""
-    adam = Adam(tensors, shape)
-    with Publisher(lambda: adam.weights.items(), bucket=url, merge=False) as publisher:
+    generator = torch.Generator().manual_seed(0)
+    adam = NoisyAdam(0.02 * torch.randn(shape, generator=generator) for _ in range(tensors))
+    weights = {f"layers.{number}.weight": served for number, served in enumerate(adam.served)}
+    with Publisher(weights, bucket=url, merge=False) as publisher:
         for step in range(1, versions + 1):
             adam.step()
             publisher.publish(step=step, wait=True)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -56,10 +57,8 @@ class Child:
 
     def wait(self, seconds: float) -> None:
         """Give it time to end by itself."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return
 
     def tail(self) -> str:
         """The last lines of its log."""
@@ -69,12 +68,18 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        self.ask_to_end()
         self.wait(END_SECONDS)
-        try:
+        self.kill()
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM; returns at once."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End all of its processes with SIGKILL, as a machine that fails does."""
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.communicate()
 
 

@@ -1,22 +1,22 @@
 """Train the demo's policy here, and keep versions of it: what ``training_data`` caches.
 
-The model computes with masters rounded to bfloat16, in float32 arithmetic, because many processors are slow at the
-other. A step of policy gradient is as in the demo, on answers that the model samples itself, with a reward for each
-letter in its place, so that there is some signal from the first step.
+Policy, task and loss are those of ``examples/rl_loop.py``: weights in float32, of which a version has the bfloat16
+roundings. The policy samples its answers itself, and each letter in its place is rewarded, so that there is some signal
+from the first step.
 """
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.common import policy
-from benchmarks.common.policy import EOS_ID, encode, group_advantages, policy_loss
 from benchmarks.common.training_data import (
     QUICK_STEPS,
     SEQUENCE_SHARE,
@@ -26,78 +26,64 @@ from benchmarks.common.training_data import (
     Weights,
     changed_share,
 )
+from examples import rl_loop
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 PROMPTS, SAMPLES, MAX_NORM = 8, 8, 1.0
-BETAS, EPS = (0.9, 0.999), 1e-8
 
 
-class Masters:
-    """Adam on float32 masters of a model's parameters; the model itself holds them rounded to bfloat16."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._masters = [parameter.detach().clone().requires_grad_() for parameter in self._parameters]
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the moments; the masters stay where they are."""
-        self._optimizer = torch.optim.Adam(self._masters, betas=BETAS, eps=EPS)
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Use up the parameters' gradients."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad, parameter.grad = parameter.grad, None
-        torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
-        self._optimizer.step()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            parameter.copy_(master.bfloat16())
+@torch.no_grad()
+def sample(
+    model: torch.nn.Module, prompts: Sequence[list[int]], generator: torch.Generator
+) -> tuple[list[list[int]], list[list[float]]]:
+    """An answer to each prompt, at temperature 1, and the log-probabilities of its tokens."""
+    rows = [list(prompt) for prompt in prompts]
+    logprobs: list[list[float]] = [[] for _ in rows]
+    going = list(range(len(rows)))
+    for _ in range(rl_loop.MAX_ANSWER_TOKENS):
+        width = max(len(rows[number]) for number in going)
+        tokens = torch.full((len(going), width), rl_loop.IDS[rl_loop.PAD])
+        for line, number in enumerate(going):
+            tokens[line, : len(rows[number])] = torch.tensor(rows[number])
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+        ends = torch.tensor([len(rows[number]) - 1 for number in going])
+        chances = torch.log_softmax(logits[torch.arange(len(going)), ends], dim=-1)
+        chosen = torch.multinomial(chances.exp(), 1, generator=generator).squeeze(1).tolist()
+        for line, (number, token) in enumerate(zip(going, chosen, strict=True)):
+            rows[number].append(token)
+            logprobs[number].append(float(chances[line, token]))
+        going = [number for number in going if rows[number][-1] != rl_loop.IDS[rl_loop.EOS]]
+        if not going:
+            break
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)], logprobs
 
 
 class Training:
     """The toy policy and its optimizer; ``step`` moves it once."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, supervised: int, seed: int = 0) -> None:
+        """Learn from right answers first, for at most so many steps."""
         self._rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._model = policy.make_model(seed).float()
-        self._masters = Masters(self._model)
+        self._model = rl_loop.make_model(seed)
+        with mock.patch.object(rl_loop, "WARM_UP_LIMIT", supervised):
+            rl_loop.warm_up(self._model, seed)
+        self._optimizer = torch.optim.Adam(self._model.parameters())
 
-    def supervised(self, limit: int) -> float:
-        """Learn from right answers until the demo's target or ``limit`` steps; returns the last chance of one."""
-        chance = 0.0
-        for _ in range(limit):
-            batch = policy.right_answers(self._rng, policy.WARM_UP_BATCH)
-            logprobs = policy.next_token_logprobs(self._model, batch)
-            chance = float((logprobs.detach() * batch.answers).sum(dim=1).exp().mean())
-            if chance >= policy.WARM_UP_TARGET:
-                break
-            (-(logprobs * batch.answers).sum() / batch.answers.sum()).backward()
-            self._masters.step(policy.WARM_UP_RATE)
-        self._masters.restart()
-        return chance
-
-    def step(self, lr: float) -> float:
-        """One step of policy gradient on fresh answers; returns the mean reward."""
-        length = self._rng.randint(policy.MIN_LETTERS, policy.MAX_LETTERS)
-        words = ["".join(self._rng.choices(policy.ALPHABET, k=length)) for _ in range(PROMPTS)]
-        prompts = [encode(word + policy.SEPARATOR) for word in words for _ in range(SAMPLES)]
-        completions, sampled = self._sample(prompts)
-        rewards = torch.tensor(
-            [_letters_right(words[index // SAMPLES], tokens) for index, tokens in enumerate(completions)]
-        )
-        batch = policy.make_batch(prompts, completions)
-        before = torch.zeros(batch.answers.shape)
-        for index, chances in enumerate(sampled):
-            before[index, batch.answers[index]] = torch.tensor(chances)
-        advantages = group_advantages(rewards, SAMPLES)
-        logprobs = policy.next_token_logprobs(self._model, batch)
-        policy_loss(logprobs, before, advantages, batch.answers).backward()
-        self._masters.step(lr)
-        return float(rewards.mean())
+    def step(self, lr: float) -> None:
+        """One step of policy gradient on fresh answers."""
+        words = [word for word in rl_loop.random_words(self._rng, PROMPTS) for _ in range(SAMPLES)]
+        prompts = [rl_loop.prompt_ids(word) for word in words]
+        answers, sampled = sample(self._model, prompts, self._generator)
+        rewards = torch.tensor([_letters_right(word, tokens) for word, tokens in zip(words, answers, strict=True)])
+        ages = rl_loop.align(prompts, [[0.0] * len(tokens) for tokens in answers], fill=math.inf)
+        logprobs = rl_loop.next_token_logprobs(self._model, prompts, answers)
+        advantages = rl_loop.group_advantages(rewards.view(-1, SAMPLES)).view(-1, 1)
+        rl_loop.policy_loss(logprobs, rl_loop.align(prompts, sampled), ages, advantages).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def weights(self) -> Weights:
         """A copy of the served bits, in the order of the names."""
@@ -107,29 +93,10 @@ class Training:
             for name, parameter in parameters
         }
 
-    @torch.no_grad()
-    def _sample(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        """One answer to each prompt, all of one length, at temperature 1; and the log-probabilities of its tokens."""
-        tokens, cache = torch.tensor(prompts), None
-        steps: list[tuple[list[int], list[float]]] = []
-        for _ in range(policy.MAX_ANSWER_TOKENS):
-            output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            logprobs = torch.log_softmax(output.logits[:, -1], dim=-1)
-            tokens = torch.multinomial(logprobs.exp(), 1, generator=self._generator)
-            steps.append((tokens.flatten().tolist(), logprobs.gather(1, tokens).flatten().tolist()))
-        completions, chances = [], []
-        for index in range(len(prompts)):
-            answer = [chosen[index] for chosen, _ in steps]
-            end = answer.index(EOS_ID) + 1 if EOS_ID in answer else len(answer)
-            completions.append(answer[:end])
-            chances.append([chance[index] for _, chance in steps[:end]])
-        return completions, chances
-
 
 def _letters_right(word: str, tokens: list[int]) -> float:
-    """Share of the right answer's tokens, end included, that stand in their places: some signal from the first step."""
-    right = [*encode(word[::-1]), EOS_ID]
+    """Share of the right answer's tokens, end included, that stand in their places."""
+    right = rl_loop.right_answer(word)
     return sum(one == other for one, other in zip(right, tokens, strict=False)) / max(len(right), len(tokens))
 
 
@@ -169,8 +136,7 @@ QUICK = Schedule((SEQUENCE_SHARE,), supervised=4, settle=2, steered=3, fixed=1, 
 def make(folder: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
     """Train and fill the folder. The sequence is written last: where it is, all is."""
     folder.mkdir(parents=True, exist_ok=True)
-    training = Training()
-    say(f"supervised: chance of a right answer {training.supervised(schedule.supervised):.2f}")
+    training = Training(schedule.supervised)
     steering = Steering(training, 1e-6)
     steering.run(schedule.shares[0], schedule.settle)
     sequence: dict[str, Any] = {}

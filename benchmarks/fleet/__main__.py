@@ -35,11 +35,10 @@ from benchmarks.common import real_case
 from benchmarks.common.real_case import CASE
 from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import Place, pivot
-from benchmarks.fleet.noise import SIZES, NoisyAdam
-from benchmarks.fleet.real import RealTrainer
 from benchmarks.fleet.record import BENCH, RATIO, Record
 from benchmarks.fleet.replica import ReplicaError
-from benchmarks.fleet.run import Fleet, Options, Trainer
+from benchmarks.fleet.run import Fleet, Options
+from benchmarks.fleet.trainers import NoisyTrainer, RealTrainer, Trainer
 from vllm_delta_sync.errors import DeltaSyncError
 
 
@@ -58,8 +57,8 @@ def main(arguments: list[str]) -> int:
     replicas, versions = given.replicas or (1 if given.quick else 3), given.versions or (2 if given.quick else 8)
     if min(replicas, versions, given.mbit, given.round_trip_ms, given.poll_seconds or 1) <= 0:
         known.error("give numbers above 0")
-    size = SIZES["small" if given.quick else "full"]
-    trainers: dict[str, Callable[[], Trainer]] = {} if given.real else {"": partial(NoisyAdam, size)}
+    size = "small" if given.quick else "full"
+    trainers: dict[str, Callable[[], Trainer]] = {} if given.real else {"": partial(NoisyTrainer, size)}
     checkpoint = real_case.find_checkpoint(given)
     if checkpoint is not None:
         trainers[f"{CASE}: "] = partial(RealTrainer, checkpoint)

@@ -1,9 +1,5 @@
 """One inference machine: a real ``delta-sync serve`` behind its own link, with a cache directory of its own."""
 
-import os
-import signal
-import socket
-import subprocess
 import sysconfig
 import time
 from dataclasses import dataclass, field
@@ -12,20 +8,11 @@ from typing import Any
 
 import httpx
 
-MODEL = "policy"
+from benchmarks.common.processes import MODEL_NAME, SERVE_ARGUMENTS, Child, free_port, server_environment
+
 CONTEXT = 256
 """Tokens."""
-SERVE_ARGUMENTS = (
-    *("--host", "127.0.0.1", "--served-model-name", MODEL, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)),
-    *("--max-num-seqs", "16", "--generation-config", "vllm", "--uvicorn-log-level", "warning", "--enforce-eager"),
-)
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-START_SECONDS, FRESH_SECONDS, END_SECONDS = 600.0, 120.0, 20.0
+START_SECONDS, FRESH_SECONDS = 600.0, 120.0
 ANSWER_TOKENS = 24
 
 
@@ -48,63 +35,51 @@ class Replica:
     flags: list[str]
     core: int
     folder: Path
-    process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    process: Child | None = field(default=None, init=False)
     started: float = field(default=0.0, init=False)
     http: httpx.Client = field(init=False)
 
     def start(self, model: Path | None) -> None:
         """Start the server from a checkpoint, or from the bucket alone; returns at once."""
         self.folder.mkdir(exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         command = [str(Path(sysconfig.get_path("scripts")) / "delta-sync"), "serve"]
         command += ["--load-format", "delta_sync"] if model is None else [str(model)]
         command += ["--bucket", self.bucket, "--receiver-id", self.name, "--cache-dir", str(self.folder / "cache")]
         command += ["--state-dir", str(self.folder / "state"), *self.flags, "--port", str(port), *SERVE_ARGUMENTS]
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": str(self.core)}
-        environment = {**os.environ, **ENVIRONMENT, **cores, "AWS_ENDPOINT_URL": self.endpoint}
+        command += ["--max-model-len", str(CONTEXT)]
+        environment = server_environment(self.core) | {"AWS_ENDPOINT_URL": self.endpoint}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=FRESH_SECONDS + 10)
         self.started = time.monotonic()
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-    @property
-    def _log(self) -> Path:
-        return self.folder / "server.log"
+        self.process = Child(self.name, command, self.folder / "server.log", environment)
 
     def kill(self) -> None:
-        """End every process of the server with SIGKILL, as a machine that fails does."""
+        """End every process of the server at once."""
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.kill()
             self.http.close()
             self.process = None
 
     def ask_to_end(self) -> None:
         """Returns at once."""
         if self.process is not None:
-            self.process.terminate()
+            self.process.ask_to_end()
 
     def close(self) -> None:
         """End the server in order, if it runs."""
         if self.process is not None:
-            self.process.terminate()
-            try:
-                self.process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
+            with self.process:
                 pass
-        try:
-            self.kill()
-        except ProcessLookupError:
+            self.http.close()
             self.process = None
 
     def check(self) -> None:
         """Raises ReplicaError: it has ended by itself."""
-        if self.process is not None and self.process.poll() is not None:
-            raise self._error(f"ended with status {self.process.returncode}")
+        if self.process is not None and self.process.exit_code is not None:
+            raise self._error(f"ended with status {self.process.exit_code}")
 
     def _error(self, what: str) -> ReplicaError:
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
+        tail = "" if self.process is None else self.process.tail()
         return ReplicaError(f"{self.name} {what}; the end of its log:\n{tail}")
 
     def await_served(self, version: int) -> float:
@@ -151,7 +126,7 @@ class Replica:
     def answers(self, prompts: list[list[int]]) -> list[Any]:
         """Tokens and log-probs of greedy answers to prompts of token ids, one request at a time: kernels round by the
         shape of a batch."""
-        body = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+        body = {"model": MODEL_NAME, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
         found = []
         for prompt in prompts:
             asked = body | {"return_token_ids": True, "prompt": prompt}

@@ -7,13 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-from transformers import PreTrainedModel
 
 from benchmarks.fleet.probe import far_end, measure
 from benchmarks.fleet.record import MB, Arrival, Change, Full, Record
 from benchmarks.fleet.replica import Replica
+from benchmarks.fleet.trainers import Trainer
 from tests.support.links import Links, Passed, difference
 from tests.support.s3_store import serving
 from trainer_side import Publisher
@@ -30,21 +28,6 @@ MISSED = 3
 """Versions that are published while the killed server is down."""
 SETTLE_SECONDS = 3.0
 """For a fleet that has just started: vLLM's processes are busy for a while after their first work."""
-
-
-class Trainer(Protocol):
-    """A model in bfloat16; ``step`` moves it in place."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...
-
-    def step(self) -> None: ...
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint directory that vLLM loads, with its tokenizer."""
-
-    def prompts(self) -> list[list[int]]:
-        """Token ids that servers are asked to continue."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.common.noise import qwen3_config
 from benchmarks.common.real_training import RoundedTraining
 from vllm_delta_sync.tensors.changes import Bits
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 RATE = 2e-6
 """Changes about 1 % of the weights in a step."""
-HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,8 @@ class Size:
 
     def config(self) -> Qwen3Config:
         """Untied, so that a gathered copy has each tensor once without being sorted out first."""
-        heads = self.hidden // HEAD_DIM
-        return Qwen3Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=self.tokens,
-            tie_word_embeddings=False,
-            dtype="bfloat16",
-            attn_implementation="eager",
+        return qwen3_config(
+            self.hidden, self.inner, self.layers, self.vocabulary, self.tokens, tie_word_embeddings=False
         )
 
 
@@ -108,12 +97,8 @@ class Training:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-class WholeRealTraining:
+class WholeRealTraining(RoundedTraining):
     """The real model under AdamW with float32 masters, with what ``Training`` has."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        training = RoundedTraining(checkpoint)
-        self.model, self.step = training.model, training.step
 
     def held(self) -> Iterator[Bits]:
         """Bits of each parameter; they share its memory."""

@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import policy, real_case, real_steps
+from benchmarks.common import real_case, real_steps
 from benchmarks.common.real_case import CASE
 from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
 from benchmarks.common.training_data import Pair, Weights, policy_pairs
+from examples import rl_loop
 
 BENCH = "quantized"
 PLAIN = "bf16"
@@ -110,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = start(known, arguments)
     rows: list[Row] = []
     for pair in [] if options.real else policy_pairs(options.quick, say=print):
-        rows += compare(pair, f"{pair.asked:.1%} of bf16", policy.make_model(0), SCHEMES)
+        rows += compare(pair, f"{pair.asked:.1%} of bf16", rl_loop.make_model(0).to(torch.bfloat16), SCHEMES)
     folder = real_case.find_checkpoint(options)
     if folder is not None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)

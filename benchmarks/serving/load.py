@@ -19,8 +19,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks.common.policy import VOCABULARY
 from benchmarks.common.processes import MODEL_NAME
+from examples.rl_loop import VOCABULARY
 
 PROMPT_TOKENS = 8
 DATA, DONE = b"data: ", b"data: [DONE]"

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.common.noise import SHARE, qwen3_config
 from benchmarks.common.tables import value_of
 from benchmarks.fleet.__main__ import main, tables
-from benchmarks.fleet.noise import SHARE, SIZES, NoisyAdam
 from benchmarks.fleet.probe import Measured, exchange, far_end, measure
 from benchmarks.fleet.record import Arrival, Change, Full, Record
+from benchmarks.fleet.trainers import SIZES, NoisyTrainer
 from tests.support.links import FIRST_WINDOW_BYTES, Links, difference
 from tests.support.s3_store import serving
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
@@ -131,11 +132,11 @@ def _ports_of(pid: int, port: int) -> int:
 
 
 def test_about_one_percent_changes_with_every_step(one_thread: None) -> None:
-    adam = NoisyAdam(SIZES["small"], 3)
-    parameters = list(adam.model.parameters())
+    trainer = NoisyTrainer("small")
+    parameters = list(trainer.model.parameters())
     for _ in range(2):
         before = [parameter.detach().view(torch.int16).clone() for parameter in parameters]
-        adam.step()
+        trainer.step()
         pairs = zip(parameters, before, strict=True)
         changed = sum(int((parameter.detach().view(torch.int16) != old).sum()) for parameter, old in pairs)
         assert 0.7 * SHARE < changed / sum(parameter.numel() for parameter in parameters) < 1.4 * SHARE
@@ -143,7 +144,7 @@ def test_about_one_percent_changes_with_every_step(one_thread: None) -> None:
 
 def test_the_full_model_has_a_hundred_million_parameters() -> None:
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(SIZES["full"].config())
+        model = Qwen3ForCausalLM(qwen3_config(**SIZES["full"], vocabulary=64, positions=256))
     assert sum(parameter.numel() for parameter in model.parameters()) > 100_000_000
 
 
