@@ -68,6 +68,7 @@ class RankCoordinator(RunWeights):
     """
 
     live: RankParts
+    baseline: ShardBaseline
 
     def __init__(self, model: ModelLike, bucket: Bucket, options: PublisherOptions, group: ProcessGroup) -> None:
         if isinstance(model, GivenParts):
@@ -81,20 +82,20 @@ class RankCoordinator(RunWeights):
         self._bucket, self._options, self._group = bucket, options, group
         self._work_name = ""
 
-    def _hold(self, shards: ShardBaseline) -> None:
-        self._shards, self.baseline, self.table, self.places = shards, shards.parts, shards.whole, shards.boxes
+    def _hold(self, baseline: ShardBaseline) -> None:
+        self.baseline, self.table, self.places = baseline, baseline.whole, baseline.boxes
         prepare(self.baseline, self.table, self._options)
 
     def begin(self) -> tuple[FullState, str | None]:
         def work() -> Json:
             self._hold(ShardBaseline.captured_parts(self.live, self.base, self._group.rank, self._options.baseline))
-            self._shards.scan()
+            self.baseline.scan()
             return {
                 "model": self.live.digest,
                 "tensors": self.table.digest,
                 "boxes": boxes_document(self.places),
                 "difference": self.baseline.first_difference,
-                **_shares_document(self._shards),
+                **_shares_document(self.baseline),
             }
 
         def judge(reports: list[Json]) -> None:
@@ -106,19 +107,19 @@ class RankCoordinator(RunWeights):
         return _gathered_state(self.table, reports), difference
 
     def restore(self, manifest: Manifest) -> list[Bits]:
-        baseline = self._shards
-        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
+        found = restore_boxes(self.run, manifest, self.baseline.wanted(), self.base)
+        return self.baseline.in_part_order(found)
 
     def changes(self, pending: PendingDelta) -> VersionChanges:
-        return changes_of_tensors(self._shards, pending)
+        return changes_of_tensors(self.baseline, pending)
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        return self._shards.base_tensor(tensor)
+        return self.baseline.base_tensor(tensor)
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
-        known = self._shards.shares
+        known = self.baseline.shares
         # In one assignment, so that a failure in the middle changes nothing.
-        self._shards.shares = known | {
+        self.baseline.shares = known | {
             tensor: known.get(tensor, Fingerprint()) + change for tensor, change in changes.items()
         }
 
@@ -189,7 +190,7 @@ class RankCoordinator(RunWeights):
 
         def work() -> None:
             self.baseline.capture(self.live, fallback)
-            self._shards.scan()
+            self.baseline.scan()
 
         self._group.all_or_raise("capture", work)
 
@@ -199,7 +200,7 @@ class RankCoordinator(RunWeights):
 
         def work() -> str:
             bits = self.restore(manifest)
-            restored.append((bits, self._shards.shares_of(bits)))
+            restored.append((bits, self.baseline.shares_of(bits)))
             return sum(restored[0][1].values(), Fingerprint()).hex()
 
         def judge(reports: list[Json]) -> None:
@@ -218,7 +219,7 @@ class RankCoordinator(RunWeights):
                 raise
             # The version exists, because this rank was able to read it: do not start over.
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
-        self._shards.replace_bits(*restored[0])
+        self.baseline.replace_bits(*restored[0])
 
     def nonfinite(self) -> dict[int, int]:
         self._command("nonfinite")
@@ -230,8 +231,8 @@ class RankCoordinator(RunWeights):
 
     def put_shards(self, put: Put) -> tuple[FullState, list[ObjectRef]]:
         self._command("put_shards")
-        reports = self._group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
-        refs = put_shards(self._group, self._shards, self._options.shard_bytes, put)
+        reports = self._group.all_or_raise("fingerprints", lambda: _shares_document(self.baseline))
+        refs = put_shards(self._group, self.baseline, self._options.shard_bytes, put)
         return _gathered_state(self.table, reports), refs
 
 
@@ -354,7 +355,7 @@ def _fill(group: ProcessGroup, baseline: ShardBaseline, rank: int, spec: TensorS
 
 
 def _own_pieces(baseline: ShardBaseline, spec: TensorSpec) -> list[tuple[Box, Bits]]:
-    return [(box, baseline.parts.read(part)) for part, box in baseline.parts_of(spec.name)]
+    return [(box, baseline.read(part)) for part, box in baseline.parts_of(spec.name)]
 
 
 def _send_all(group: ProcessGroup, writer: int, baseline: ShardBaseline, table: TensorTable) -> None:

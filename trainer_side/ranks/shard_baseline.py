@@ -1,6 +1,6 @@
 """``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +40,12 @@ class _WholeTensors(LiveTensors):
         return self._live.read()
 
 
-class ShardBaseline:
+class ShardBaseline(Baseline):
     """The baseline of the parts that this rank owns, and where they lie in the run's tensors.
 
-    Rank 0 also owns the run's tensors that the model does not have.
+    Rank 0 also owns the run's tensors that the model does not have. ``table`` and ``fingerprints`` are of the parts.
 
     Attributes:
-        parts: their bits; its table and fingerprints are those of the parts.
         whole: the run's tensors.
         boxes: per part, its tensor's id in ``whole``, and its box there.
         shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan``, ``replace_bits``.
@@ -59,6 +58,7 @@ class ShardBaseline:
         names: Mapping[str, list[str]],
         checkpoint: Checkpoint | None,
         rank: int,
+        location: BaselineLocation = "host",
     ) -> None:
         found: dict[str, tuple[TensorSpec, int, Box]] = {}
         targets_of: dict[str, list[str]] = {}
@@ -76,9 +76,9 @@ class ShardBaseline:
                     found[spec.name] = spec, table.index(spec.name), Box.all_of(spec.shape)
         parts = TensorTable((spec for spec, _, _ in found.values()), checks=False)
         partial = {part for part, spec in enumerate(parts) if spec.name not in table}
-        self.parts = Baseline(parts, targets_of, checkpoint, partial)
+        super().__init__(parts, targets_of, checkpoint, partial, location)
         live.unused = [name for name in live.excluded if name not in targets_of]
-        self.parts.expect_on_devices(live)
+        self.expect_on_devices(live)
         self.whole = table
         self.boxes = [found[spec.name][1:] for spec in parts]
         self.shares: dict[int, Fingerprint] = {}
@@ -92,32 +92,29 @@ class ShardBaseline:
     ) -> Self:
         """Return the baseline of a new run, from the current parts."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
-        baseline = cls(live, table, names, checkpoint, rank)
-        baseline.parts.location = location
-        baseline.parts.capture(live)
+        baseline = cls(live, table, names, checkpoint, rank, location)
+        baseline.capture(live)
         if checkpoint is not None:
-            baseline.parts.warn_of_missing("base")
-            baseline._compare(checkpoint, live.excluded)
+
+            def base_bits(part: int) -> Bits:
+                tensor, box = baseline.boxes[part]
+                return box.view(checkpoint.bits(table[tensor].name)).reshape(-1)
+
+            baseline.warn_of_missing("base")
+            baseline.compare(base_bits, live.excluded)
         return baseline
-
-    def _compare(self, base: Checkpoint, excluded: Iterable[str]) -> None:
-        def bits_of(part: int) -> Bits:
-            tensor, box = self.boxes[part]
-            return box.view(base.bits(self.whole[tensor].name)).reshape(-1)
-
-        self.parts.compare(bits_of, excluded)
 
     @classmethod
     def parts_of_run(cls, live: RankParts, run: RunReader, rank: int) -> Self:
         """Return the baseline of an existing run, still without values."""
         baseline = cls(live, run.table, names_in_run(_WholeTensors(live), run), None, rank)
-        baseline.parts.warn_of_missing("run")
+        baseline.warn_of_missing("run")
         return baseline
 
     def scan(self) -> None:
         """Fingerprint every part, by itself and as a share of its tensor."""
-        self.parts.scan()
-        self.shares = self.shares_of([self.parts.read(part) for part in range(len(self.boxes))])
+        super().scan()
+        self.shares = self.shares_of([self.read(part) for part in range(len(self.boxes))])
 
     def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
         """Return tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits."""
@@ -129,7 +126,7 @@ class ShardBaseline:
 
     def replace_bits(self, bits: list[Bits], shares: dict[int, Fingerprint]) -> None:
         """Replace all bits, after the sum of all ranks' shares was checked; else as ``Baseline.replace``."""
-        self.parts.write_all(bits, self.parts.fingerprints_of(bits))
+        self.write_all(bits, self.fingerprints_of(bits))
         self.shares = shares
 
     def wanted(self) -> dict[str, list[Box]]:
@@ -164,12 +161,12 @@ class ShardBaseline:
         if len(own) == len(found) == 1:
             top, _, left, right = found[0]
             stride = right - left
-            in_place = InPlace(Matrix(self.parts.read(own[0][0]), -top * stride - left, stride), nullcontext)
+            in_place = InPlace(Matrix(self.read(own[0][0]), -top * stride - left, stride), nullcontext)
 
         def copied() -> Bits:
             bits = np.empty(spec.numel, spec.element.uint)
             for part, box in own:
-                box.view(bits)[...] = self.parts.read(part).reshape(box.shape)
+                box.view(bits)[...] = self.read(part).reshape(box.shape)
             return bits
 
         return BaseTensor(copied, rectangles, in_place, after=True)

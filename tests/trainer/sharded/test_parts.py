@@ -243,7 +243,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
     found: dict[int, dict[int, int]] = {}
     change = Fingerprint()
     for baseline, live in zip(parts, lives, strict=True):
-        patch = patched(baseline.parts, live, codec)
+        patch = patched(baseline, live, codec)
         changes = changes_of_tensors(baseline, patch).load()
         # As others read it.
         data = encode(changes, baseline.whole, codec, "zstd", DeltaContext("r", 1, 0))
@@ -257,6 +257,6 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
         change += changes.fingerprint
         # What was translated still takes the patch back.
         patch.revert()
-        assert baseline.shares_of(list(map(baseline.parts.read, range(len(baseline.boxes))))) == baseline.shares
+        assert baseline.shares_of(list(map(baseline.read, range(len(baseline.boxes))))) == baseline.shares
     assert found == elements(reference)
     assert change == reference.fingerprint
