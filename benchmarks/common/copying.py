@@ -13,11 +13,11 @@ def one_thread() -> None:
     import numba
     import torch
 
-    from vllm_delta_sync.codec.tiles import tile_threads
+    from vllm_delta_sync.codec.tiles import grid
 
     torch.set_num_threads(1)
     numba.set_num_threads(1)
-    tile_threads.THREADS = 1
+    grid.THREADS = 1
 
 
 def memcpy(target: list[Bits], source: list[Bits]) -> None:

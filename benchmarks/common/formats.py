@@ -23,7 +23,7 @@ from trainer_side.diff.pending_delta import SparseTensor, VersionChanges
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.merge import merge
-from vllm_delta_sync.codec.tiles import tile_threads
+from vllm_delta_sync.codec.tiles import grid
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -195,11 +195,11 @@ class Own(Format):
     def _write(self, changes: Changes, table: TensorTable, old: BaseLookup) -> bytes:
         compression: Compression = "none" if self._codec == "raw" else self._compression
         codec = cast(codecs.Codec, self._codec)
-        with mock.patch.object(tile_threads, "THREADS", self._threads):
+        with mock.patch.object(grid, "THREADS", self._threads):
             return delta_writer.encode(changes, table, codec, compression, CONTEXT, old)
 
     def decode(self, data: bytes, old: Weights) -> Changes:
-        with mock.patch.object(tile_threads, "THREADS", self._threads):
+        with mock.patch.object(grid, "THREADS", self._threads):
             return delta_reader.decode(data, table_of(old), CONTEXT, self._old(old))
 
     def restore(self, decoded: Changes, old: Weights) -> Weights:

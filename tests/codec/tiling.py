@@ -11,7 +11,7 @@ from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import Arrays
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.tiles import coder, grid, tile_threads
+from vllm_delta_sync.codec.tiles import coder, grid
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.codecs import Codec
@@ -62,7 +62,7 @@ def classes_at(keys: Sequence[int]) -> Iterator[None]:
 def many_threads(number: int = 3) -> Iterator[None]:
     """So many threads code every tensor, however small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tile_threads, "THREADS", number)
+        patch.setattr(grid, "THREADS", number)
         patch.setattr(grid, "THREAD_ELEMENTS", 1)
         patch.setattr(coder, "THREAD_CHANGES", 1)
         yield

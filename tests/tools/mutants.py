@@ -45,7 +45,6 @@ vllm_delta_sync/codec/tiles/grid.py: codec/test_tile_grid codec/test_tile_parts
 vllm_delta_sync/codec/tiles/shared_kernels.py: codec/test_prefix_code codec/test_tiles format/test_golden
 vllm_delta_sync/codec/tiles/encode_kernels.py: codec/test_tiles codec/test_tile_parts
 vllm_delta_sync/codec/tiles/decode_kernels.py: codec/test_tiles codec/test_tiles_hostile codec/test_tile_parts
-vllm_delta_sync/codec/tiles/tile_threads.py: codec/test_tiles codec/test_tiles_hostile
 vllm_delta_sync/codec/merge.py: codec/test_merge codec/test_lazy run/test_compaction
 vllm_delta_sync/format/manifest.py: format/test_manifest format/test_golden security/test_documents
 vllm_delta_sync/run/read_plan.py: run/test_plan receiver/test_planning

@@ -27,8 +27,17 @@ import numpy.typing as npt
 
 from vllm_delta_sync.codec.delta_object import Arrays, Block, BlockEntries, Directory, block_ranges, bytes_of
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, SYMBOLS, TABLES
-from vllm_delta_sync.codec.tiles.grid import CutTileError, Grid, Span, extent, grid_of, least_tiles, shares_of_threads
-from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
+from vllm_delta_sync.codec.tiles.grid import (
+    CutTileError,
+    Grid,
+    Span,
+    extent,
+    grid_of,
+    least_tiles,
+    on_threads,
+    shares_of_threads,
+    threads_for,
+)
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError, UsageError
 from vllm_delta_sync.format.safetensors_file import Container

@@ -3,23 +3,24 @@
 A tensor is a matrix with rows of its last dimension. A tensor of one dimension, or with fewer than NARROW columns, is
 one row. Rows form slabs (such as the experts of a stacked tensor), which no tile crosses.
 
-``held_part`` says which rectangles of that matrix a process holds.
+``held_part`` says which rectangles of that matrix a process holds. ``on_threads`` codes parts of a tensor side by side.
 """
 
 import itertools
 import math
+import os
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.codec.tiles.tile_threads import threads_for
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.boxes import Box
@@ -41,10 +42,14 @@ VOCABULARY_ROWS = 64
 """vLLM pads a vocabulary to a multiple of this before it divides it."""
 NARROW = 64
 """Fewer columns than this are never apart: elements are compared by 64."""
+THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+"""Most threads. More would take cores from the training, or from a server's rollouts."""
 THREAD_ELEMENTS = 512 * 1024
 """A thread gets so many elements at least: one that has less to do takes longer to start."""
 
 Edges = npt.NDArray[np.int64]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class Span(NamedTuple):
@@ -117,6 +122,45 @@ class Grid:
         covered = self.covered(rectangles).reshape(-1)
         met = covered > 0
         return met, met & (covered != self.covered(None).reshape(-1))
+
+
+def threads_for(work: int, least: int) -> int:
+    """Return on how many threads to do ``work``, if each is to have ``least`` of it."""
+    return max(1, min(THREADS, work // least))
+
+
+def on_threads(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Return ``call(item)`` for each item, all at once, the first one in this thread; raise the first error.
+
+    The compiled loops release the GIL.
+    """
+    if len(items) == 1:
+        return [call(items[0])]
+    found: dict[int, _Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(number: int) -> None:
+        try:
+            found[number] = call(items[number])
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(1, len(items))]
+    started = []
+    for number, thread in enumerate(threads, 1):
+        try:
+            thread.start()
+            started.append(thread)
+        except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+            run(number)
+    try:
+        run(0)
+    finally:
+        for thread in started:
+            thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [found[number] for number in range(len(items))]
 
 
 def shares_of_threads(grids: Sequence[Grid]) -> list[list[tuple[int, Span]]]:
