@@ -12,7 +12,7 @@ from vllm_delta_sync.errors import NoticeError
 from vllm_delta_sync.logs import LogThrottle, guarded_logger
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES
-from vllm_delta_sync.notice.sender import NoticeSender
+from vllm_delta_sync.notice.publisher import NoticeSender
 from vllm_delta_sync.notice.sockets import MAX_FRAME_BYTES, check_port, error_text, open_socket, received, wait_ms
 
 logger = guarded_logger(__name__)
