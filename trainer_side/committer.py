@@ -20,7 +20,7 @@ from trainer_side.result import PublishProgress, Stopwatch
 from trainer_side.run_start import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.verified import has_object
+from vllm_delta_sync.bucket.base import has_object
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.base import exists, has_content, reads_back
+from vllm_delta_sync.bucket.base import exists, has_content, has_object, reads_back
 from vllm_delta_sync.bucket.threads import in_parallel, start_call
-from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,

@@ -4,6 +4,7 @@ Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucke
 """
 
 import io
+import re
 import stat
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +17,10 @@ from typing import ClassVar, NoReturn, Self, TypeVar
 
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, Stored
 from vllm_delta_sync.urls import check_key, check_prefix
+
+_OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"([0-9a-f]{64})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,20 @@ def exists(bucket: Bucket, key: str) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def has_object(bucket: Bucket, ref: Stored) -> bool:
+    """Return whether an object exists with the listed size; does not read its bytes. Raises StoreError."""
+    try:
+        return bucket.stat(ref.key).bytes == ref.bytes
+    except NotFoundError:
+        return False
+
+
+def digest_of(key: str) -> str | None:
+    """Return the SHA-256 in the key of an immutable object; None for all other keys."""
+    match = _OBJECT.fullmatch(key)
+    return None if match is None else match[1]
 
 
 def check_range(key: str, start: int, length: int) -> None:

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from urllib.parse import urlsplit
 
-from vllm_delta_sync.bucket.base import ObjectInfo, ReadOnlyBucket, check_size, report_bytes
-from vllm_delta_sync.bucket.ranged import digest_of
+from vllm_delta_sync.bucket.base import ObjectInfo, ReadOnlyBucket, check_size, digest_of, report_bytes
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.server_client import check_server_url, connection_to
 

@@ -1,7 +1,6 @@
 """``download``: fetches a large object into a file in parallel ranges, and resumes an unfinished download."""
 
 import os
-import re
 import stat
 import threading
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from pathlib import Path
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DigestError
-from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 
 PIECE_BYTES = 8 * 1024 * 1024
 LONG_PIECE_BYTES = 4 * PIECE_BYTES
@@ -23,18 +21,11 @@ CONNECTIONS = 8
 
 # Without O_NONBLOCK, opening a named pipe would block forever.
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"([0-9a-f]{64})\.safetensors")
 
 
 def piece_bytes(size: int) -> int:
     """Return the size of an object's pieces, except the last."""
     return PIECE_BYTES if size < LONG_BYTES else LONG_PIECE_BYTES
-
-
-def digest_of(key: str) -> str | None:
-    """Return the SHA-256 in the key of an immutable object; None for all other keys."""
-    match = _OBJECT.fullmatch(key)
-    return None if match is None else match[1]
 
 
 def download(

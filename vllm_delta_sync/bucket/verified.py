@@ -12,7 +12,7 @@ from vllm_delta_sync.bucket.base import Bucket, remove_quietly
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.mirror import allow_mirrors
 from vllm_delta_sync.bucket.ranged import CONNECTIONS, download
-from vllm_delta_sync.errors import DigestError, NotFoundError
+from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import ObjectRef, Stored
 
 _Read = TypeVar("_Read")
@@ -46,14 +46,6 @@ def check_stored_size(bucket: Bucket, ref: ObjectRef) -> None:
     size = bucket.stat(ref.key).bytes
     if size != ref.bytes:
         raise DigestError(f"object {ref.key} has {size} bytes, {ref.bytes} are listed: truncated or replaced")
-
-
-def has_object(bucket: Bucket, ref: Stored) -> bool:
-    """Return whether an object exists with the listed size; does not read its bytes. Raises StoreError."""
-    try:
-        return bucket.stat(ref.key).bytes == ref.bytes
-    except NotFoundError:
-        return False
 
 
 def download_object(

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket.base import has_object
 from vllm_delta_sync.bucket.local import STAGING, describe_failure
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.doctor.findings import CheckResult, failed, ok, skipped, warning
 from vllm_delta_sync.errors import (
     AccessError,

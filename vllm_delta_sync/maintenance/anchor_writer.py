@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.verified import has_object
+from vllm_delta_sync.bucket.base import has_object
 from vllm_delta_sync.errors import ConflictError, DataError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef

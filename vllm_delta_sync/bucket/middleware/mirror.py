@@ -8,12 +8,11 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from hashlib import sha256
 
-from vllm_delta_sync.bucket.base import Bucket
+from vllm_delta_sync.bucket.base import Bucket, digest_of
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.peer import AskedItself, BeingFetched
-from vllm_delta_sync.bucket.ranged import digest_of
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError, UnavailableError
 from vllm_delta_sync.logs import ONCE, LogThrottle
 from vllm_delta_sync.settings import StoreOptions
