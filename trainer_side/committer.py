@@ -116,7 +116,7 @@ class Committer:
         self._encoder = Encoder(
             weights.base_tensor,
             weights.table,
-            self.baseline.table,
+            self.baseline.limits,
             options,
             group.size,
             None if maintenance is None else maintenance.recent,

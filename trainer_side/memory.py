@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.change_log import SAMPLE_ELEMENTS
 from trainer_side.diff.device import comparer_memory
-from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
+from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.pending_delta import SAMPLE_PIECES
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.format.table import TensorTable
@@ -40,7 +40,7 @@ def publisher_memory(
     Args:
         baseline: its bits. threads: that compare. keeps_deltas: whether it has ``RecentDeltas``.
     """
-    own, limits, at_rest = baseline.table, MemoryLimits.of(baseline.table), baseline.memory()
+    own, limits, at_rest = baseline.table, baseline.limits, baseline.memory()
     host = _comparing(own, threads) + _encoding(baseline, options) + keeps_deltas * limits.loaded_bytes
     if options.gate is not None and options.gate.action == "quarantine":
         host += own.full_bytes  # the bits of the sound version
@@ -66,7 +66,7 @@ def _comparing(table: TensorTable, threads: int) -> int:
 def _encoding(baseline: Baseline, options: PublisherOptions) -> int:
     """Return the host memory of log and encoding: of the largest version that is encoded in memory, or of one that is
     encoded in pieces."""
-    own, limits = baseline.table, MemoryLimits.of(baseline.table)
+    own, limits = baseline.table, baseline.limits
     width, largest = _width(own), max((spec.nbytes for spec in own), default=0)
     # Positions and distances, what is made of them, and their log, which is half as large. Of tensors in full: planes,
     # the object, and the log.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, HostSlab, move_buffer
-from trainer_side.diff.memory_limits import MemoryUse
+from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
 from trainer_side.diff.reader import host_bits
 from trainer_side.model.live_tensors import LiveTensors, check_fits, own_spec, target_names
 from vllm_delta_sync.errors import FingerprintError, FormatError, ModelError, TensorMismatchError
@@ -92,7 +92,7 @@ class Baseline:
 
     Attributes:
         location: where the bits are kept. ``device`` concerns live tensors on a device; others are on the host.
-        table: the run's tensors.
+        table: the run's tensors. limits: of what a version may take beside the bits.
         targets_of: live tensor name (aliases included) → ids of the tensors that get its values.
         partial: ids of tensors of which other ranks hold the rest; no version carries them in full.
         suspect: the bits may be damaged, and are compared with what was published before the next comparison.
@@ -123,6 +123,7 @@ class Baseline:
         self.suspect = False
         self.fingerprints: list[Fingerprint] = []
         self.partial = frozenset(partial)
+        self.limits = MemoryLimits.of(table)
         self._checkpoint = checkpoint
         self._buffers: list[BaselineBuffer | None] = [None] * len(table)
         self._slab: HostSlab | None = None

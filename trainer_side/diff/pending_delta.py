@@ -15,7 +15,6 @@ from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
 from trainer_side.diff.device import DeviceComparer, comparer_memory
 from trainer_side.diff.engine import Detector, SmallTensor, SmallTensors
-from trainer_side.diff.memory_limits import MemoryLimits
 from trainer_side.model.live_tensors import LiveTensors
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.tiles.coder import zigzag
@@ -166,7 +165,7 @@ class PendingDelta:
         self._compression = compression
         self._detector = detector
         self._on_devices: list[DeviceComparer] = []
-        self._spool = ChangeSpool(MemoryLimits.of(baseline.table).log_bytes)
+        self._spool = ChangeSpool(baseline.limits.log_bytes)
         self._touched: dict[ChangeLog, int] = {}  # in order of comparison
         self._closed = False
         self.changed = 0

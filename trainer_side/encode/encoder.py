@@ -40,12 +40,11 @@ class RecentDeltas:
     def __init__(self) -> None:
         self._objects: dict[int, list[bytes]] = {}
 
-    def keep(self, context: DeltaContext, parts: Sequence[Changes], table: TensorTable) -> None:
-        """Keep a version's changes in place of older ones. A version that was encoded before is replaced."""
+    def keep(self, context: DeltaContext, parts: Sequence[Changes], table: TensorTable, most: int) -> None:
+        """Keep a version's changes in place of older ones, of all ``most`` bytes. One encoded before is replaced."""
         oldest = context.version - KEPT_VERSIONS
         objects = {version: found for version, found in self._objects.items() if version > oldest}
         objects[context.version] = [encode(part, table, "plain", "zstd", context) for part in parts]
-        most = MemoryLimits.of(table).loaded_bytes
         while sum(len(data) for found in objects.values() for data in found) > most:
             del objects[min(objects)]
         self._objects = objects
@@ -67,16 +66,16 @@ class Encoder:
     """Encodes versions, one at a time. The baseline holds the bits after the changes, and must not change meanwhile.
 
     Args:
-        read: returns the baseline's bits of a tensor, which have the changes. table: the run's tensors. own: those that
-            this rank compares. ranks: how many encode each version. recent: keeps plain copies; None where no merges
-            are made.
+        read: returns the baseline's bits of a tensor, which have the changes. table: the run's tensors. memory: limits
+            of this process. ranks: how many encode each version. recent: keeps plain copies; None where no merges are
+            made.
     """
 
     def __init__(
         self,
         read: BaseLookup,
         table: TensorTable,
-        own: TensorTable,
+        memory: MemoryLimits,
         options: PublisherOptions,
         ranks: int,
         recent: RecentDeltas | None,
@@ -86,7 +85,7 @@ class Encoder:
         self._recent = recent
         # Each rank gets an equal share of the maximum, since the number of objects of the others is still unknown.
         self._most_objects = limits.MAX_OBJECTS_PER_VERSION // ranks
-        self._limits = MemoryLimits.of(own)
+        self._limits = memory
         self._folder: ProcessFolder | None = None
 
     def compile(self) -> None:
@@ -125,7 +124,7 @@ class Encoder:
                 )  # fmt: skip
         parts = changes.load().parts(self._options.shard_bytes, self._most_objects)
         if self._recent is not None:
-            self._recent.keep(context, parts, self._table)
+            self._recent.keep(context, parts, self._table, self._limits.loaded_bytes)
         encoded = (encode(part, self._table, codec, compression, context, self._read) for part in parts)
         return [(ObjectRef.of(data), data) for data in encoded]
 
