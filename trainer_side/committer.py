@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.budget_selection import NO_BOUND, BudgetSelection
 from trainer_side.encode.encoder import EncodedObject, Encoder
@@ -18,7 +17,7 @@ from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_document, error_from_rank, first_error
 from trainer_side.result import PublishProgress, Stopwatch
 from trainer_side.run_start import OpenedRun
-from trainer_side.writer import FormerVersionError, UncertainError
+from trainer_side.writer import FormerVersionError, UncertainError, check_breaks, delta_manifest
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import has_object
 from vllm_delta_sync.client import Run
@@ -350,7 +349,7 @@ class Committer:
         if failed is not None:
             return {"outcome": "failed", **failed}
         try:
-            unsigned = manifests.delta(
+            unsigned = delta_manifest(
                 self.newest, self.current, reports, (own.codec, self._options.compression), progress.quarantined,
                 step=step, epoch=self.writer.epoch, sidecars=[item for item, _ in own.sidecars],
                 held_back=progress.held_back,
@@ -470,7 +469,7 @@ class Committer:
             raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
         if version == newest.version:
             return newest
-        manifests.check_breaks(newest.breaks)
+        check_breaks(newest.breaks)
         return self.run.manifest(version)
 
     def _rebase(self, manifest: Manifest) -> None:

@@ -23,7 +23,6 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from trainer_side.diff.buffers import BaselineLocation
-from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.live_tensors import Patterns, Rename, Selection
 from trainer_side.model.module import ModelLike
 from trainer_side.ranks.given_parts import GivenParts, PartSource
@@ -38,6 +37,9 @@ from vllm_delta_sync.logs import log_as_json
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import HEAD_SECONDS, MAX_HEAD_SECONDS
+
+SHARD_BYTES = 1024**3
+"""Bytes of tensors in one object of an anchor; a larger tensor gets its own object."""
 
 CHECKED = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 Count = Annotated[int, Field(ge=1, strict=True)]

@@ -6,10 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_side import manifests
 from trainer_side.options import PublisherOptions
-from trainer_side.run_weights import RunWeights
-from trainer_side.writer import RunWriter, UncertainError
+from trainer_side.run_weights import FullState, RunWeights
+from trainer_side.writer import RunWriter, UncertainError, full_manifest
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import confirm_created, exists, has_content
 from vllm_delta_sync.bucket.verified import fetch_object
@@ -55,7 +54,7 @@ class OpenedRun:
 def begin(
     bucket: Bucket,
     weights: RunWeights,
-    state: manifests.FullState,
+    state: FullState,
     difference: str | None,
     base: ResolvedBase | None,
     options: PublisherOptions,
@@ -97,7 +96,7 @@ def begin(
             recorded = base.recorded
         else:
             state, objects = weights.put_shards(start.put)
-        manifest = keyring.signed(manifests.full(info.run, state, objects, recorded, step=options.first_step))
+        manifest = keyring.signed(full_manifest(info.run, state, objects, recorded, step=options.first_step))
         start.commit(manifest)
     writer.announce()
     return OpenedRun(weights, writer, manifest)

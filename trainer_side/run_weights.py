@@ -1,16 +1,19 @@
 """``RunWeights``: the published weights of a run as one process holds them. ``WholeWeights`` holds all of them.
+``put_shards`` stores them as an anchor.
 
 ``ranks.coordinator.RankCoordinator`` holds the parts of one rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
-from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline, base_config, run_config
 from trainer_side.diff.engine import compile_kernels
@@ -21,13 +24,16 @@ from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.quantized import quantized, to_quantize
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.threads import start_call, wait_for_call
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.restore import check_base_bits, locate_base, restore
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
@@ -35,6 +41,84 @@ from vllm_delta_sync.tensors.checkpoint import Checkpoint
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState
 
 _Result = TypeVar("_Result")
+
+
+Put = Callable[[ObjectRef, Path], None]
+
+PARALLEL_UPLOADS = 2
+"""Shards that upload at once, while the next one is written to disk."""
+
+
+@dataclass(frozen=True)
+class FullState:
+    """All weights of a version: its tensors, and the fingerprint of each in table order."""
+
+    table: TensorTable
+    fingerprints: list[Fingerprint]
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """Tensor name → fingerprint as documents write it."""
+        return {spec.name: value.hex() for spec, value in zip(self.table, self.fingerprints, strict=True)}
+
+
+class Shards:
+    """Files of an anchor: each is written to a temporary folder, and stored while the next one is written.
+
+    Leaving the context waits until all are stored.
+
+    Args:
+        put: stores one file; called from other threads, ``PARALLEL_UPLOADS`` at once.
+
+    Raises:
+        StoreError: the disk is full or not writable. Otherwise whatever ``put`` raises, after all uploads have ended.
+    """
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+        self._uploads: deque[Future[None]] = deque()
+        self._count = 0
+        # After an interrupt, files may be removed while they are uploaded: the threads end with the process.
+        self._folder = ProcessFolder()
+
+    def add(self, table: TensorTable, tensors: Iterable[tuple[str, Bits]]) -> ObjectRef:
+        """Write one file and begin to store it; ``tensors`` as in ``write_anchor``."""
+        path = self._folder.path / f"{self._count}.safetensors"
+        self._count += 1
+        write_anchor(path, table, tensors)
+        ref = ObjectRef.of(path)
+        if len(self._uploads) == PARALLEL_UPLOADS:
+            wait_for_call(self._uploads[0])
+            self._uploads.popleft().result()
+
+        def store() -> None:
+            self._put(ref, path)
+            path.unlink()
+
+        try:
+            self._uploads.append(start_call(store))
+        except RuntimeError:  # there are too many threads
+            store()
+        return ref
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # No upload may outlive the block, except after an interrupt, which must not wait.
+        with self._folder:
+            if error is None or isinstance(error, Exception):
+                for upload in self._uploads:
+                    wait_for_call(upload)
+            if error is None:
+                for upload in self._uploads:
+                    upload.result()
+
+
+def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
+    """Store all tensors as an anchor's objects."""
+    with Shards(put) as files:
+        return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
 
 
 class RunWeights(Protocol):
@@ -61,7 +145,7 @@ class RunWeights(Protocol):
         """The run, for reading."""
         return Run(self._bucket, self._options.keyring)
 
-    def begin(self) -> tuple[manifests.FullState, str | None]:
+    def begin(self) -> tuple[FullState, str | None]:
         """Capture the weights of a new run, and compare them with ``base``; every rank calls it.
 
         Returns:
@@ -95,7 +179,7 @@ class RunWeights(Protocol):
     def nonfinite(self) -> dict[int, int]:
         """Return the number of elements that are NaN or infinite, by id in ``table`` of the tensors that have some."""
 
-    def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
+    def put_shards(self, put: Put) -> tuple[FullState, list[ObjectRef]]:
         """Store all weights as an anchor's objects; return their state and the objects."""
 
     def restore(self, manifest: Manifest) -> list[Bits]:
@@ -142,7 +226,7 @@ class WholeWeights(RunWeights):
     def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         return work()
 
-    def begin(self) -> tuple[manifests.FullState, str | None]:
+    def begin(self) -> tuple[FullState, str | None]:
         if self.base is not None and (config := base_config(self.base)):
             self.live = quantized(self.live, Checkpoint(self.base).specs, config, Path(self.base))
         self._hold(Baseline.captured(self.live, self.base, self._options.baseline))
@@ -181,12 +265,12 @@ class WholeWeights(RunWeights):
     def nonfinite(self) -> dict[int, int]:
         return nonfinite_by_tensor(self.baseline, self.places)
 
-    def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        return self._state, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
+    def put_shards(self, put: Put) -> tuple[FullState, list[ObjectRef]]:
+        return self._state, put_shards(self.baseline, self._options.shard_bytes, put)
 
     @property
-    def _state(self) -> manifests.FullState:
-        return manifests.FullState(self.table, self.baseline.fingerprints)
+    def _state(self) -> FullState:
+        return FullState(self.table, self.baseline.fingerprints)
 
     def restore(self, manifest: Manifest) -> list[Bits]:
         return self._restored(manifest).bits

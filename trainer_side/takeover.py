@@ -24,7 +24,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.encode.update_gate import judge_state
 from trainer_side.options import PublisherOptions
@@ -32,7 +31,15 @@ from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.run_files import check_adapter
 from trainer_side.run_start import CollectFiles, OpenedRun, begin
 from trainer_side.run_weights import RunWeights
-from trainer_side.writer import FormerVersionError, RunWriter, stored_digest
+from trainer_side.writer import (
+    FormerVersionError,
+    RunWriter,
+    check_breaks,
+    full_manifest,
+    quarantine,
+    stored_digest,
+    with_break,
+)
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import confirm_created, create_if_absent, exists
 from vllm_delta_sync.client import Run
@@ -351,7 +358,7 @@ class Takeover:
                 f"version {found.version} cannot be rebuilt ({problem}), and this publisher gets the weights for a new "
                 "start only later; repair the run, or start a new one"
             ) from problem
-        manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
+        check_breaks([] if found.manifest is None else found.manifest.breaks)
         shard_tables(self._run.table, self._options.shard_bytes)  # raises if they are too many
         logger.error(
             "version %d of %s cannot be rebuilt, so the current weights are committed as a full snapshot after it, of "
@@ -381,10 +388,10 @@ class Takeover:
         state, objects = self._weights.put_shards(writer.put)
         for _ in range(_ATTEMPTS):
             good, version = found.manifest, found.version + 1
-            anchor = manifests.full(
+            anchor = full_manifest(
                 writer.run, state, objects, version=version, step=0 if good is None else good.step,
-                parent=found.digest, epoch=self._epoch, quarantine=manifests.quarantine(self._reasons, good),
-                breaks=manifests.with_break([] if good is None else good.breaks, version, None),
+                parent=found.digest, epoch=self._epoch, quarantine=quarantine(self._reasons, good),
+                breaks=with_break([] if good is None else good.breaks, version, None),
             )  # fmt: skip
             manifest = self._run.keyring.signed(anchor)
             try:

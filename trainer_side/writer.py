@@ -1,4 +1,4 @@
-"""``RunWriter``: write one version after another to a run.
+"""``RunWriter``: write one version after another to a run; ``full_manifest`` and ``delta_manifest``: their manifests.
 
 Order: objects, manifest (create-if-absent: the commit point), notice, HEAD. So readers see complete versions only, at
 any moment.
@@ -8,20 +8,25 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from trainer_side.options import PublisherOptions
+from trainer_side.run_weights import FullState
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import exists, has_content, has_object, reads_back
 from vllm_delta_sync.bucket.threads import in_parallel, start_call
+from vllm_delta_sync.codec.delta_object import required_features
+from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     FormatError,
+    LimitError,
     NotFoundError,
     NoticeError,
     PublishError,
@@ -30,8 +35,23 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
+from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import claim_key
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, RunInfo, Stored, version_key
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import (
+    HEAD_KEY,
+    RUN_KEY,
+    Base,
+    Break,
+    Head,
+    Manifest,
+    ObjectRef,
+    Quarantine,
+    RunInfo,
+    Stored,
+    version_key,
+)
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.trust.keyring import make_head
@@ -406,3 +426,92 @@ def stored_digest(bucket: Bucket, key: str) -> str:
         if len(piece) < _READ_BYTES:
             return digest.hexdigest()
         start += len(piece)
+
+
+# Manifests
+
+
+def full_manifest(
+    run: str, state: FullState, objects: list[ObjectRef], base: Base | None = None, version: int = 0, **members: Any
+) -> Manifest:
+    """Return a version with all tensors in ``objects``, or without any if its weights equal ``base``."""
+    return Manifest(
+        run=run,
+        version=version,
+        kind="anchor" if base is None else "reference",
+        base=base,
+        objects=objects,
+        changed=state.table.total if base is None else 0,
+        total=state.table.total,
+        payload_bytes=sum(ref.bytes for ref in objects),
+        full_bytes=state.table.full_bytes,
+        fingerprint=sum(state.fingerprints, Fingerprint()).hex(),
+        tensor_fingerprints=state.by_name,
+        created_at=timestamp(),
+        **members,
+    )
+
+
+def check_breaks(breaks: list[Break]) -> None:
+    """Raise LimitError if a run with these breaks cannot have another one."""
+    if len(breaks) >= limits.MAX_BREAKS:
+        raise LimitError(f"the run has {len(breaks)} breaks (MAX_BREAKS); branch it, or start a new run")
+
+
+def with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
+    """Return the breaks of a run up to a version that builds on an earlier one, or on none; raises as above."""
+    check_breaks(breaks)
+    return [*breaks, Break(version=version, base_version=base_version)]
+
+
+def quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine | None:
+    """Return why a version is quarantined; None without reasons. Args: before: the newest good version before it."""
+    sound = None if before is None else before.sound
+    return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
+
+
+def delta_manifest(
+    parent: Manifest, base: Manifest, reports: list[Any], coding: tuple[Codec, Compression], reasons: Sequence[str],
+    **members: Any,
+) -> Manifest:  # fmt: skip
+    """Return the version after ``parent``.
+
+    Args:
+        base: the version that the objects change; if it is not ``parent``, the run gets a break.
+        reports: of each rank, what it has stored: ``objects``, none if nothing changed; ``changed``, ``fingerprint``
+            and ``reversible``: elements in them, what these add to the fingerprint, and whether they can be reverted.
+        coding: of the objects. reasons: why the version is quarantined, if it is.
+        members: of the manifest: ``step``, ``epoch``, ``sidecars`` and ``held_back``.
+
+    Raises:
+        LimitError: the run has too many breaks.
+    """
+    objects = [ObjectRef(**ref) for item in reports for ref in item["objects"]]
+    change = sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint())
+    reversible = all(item["reversible"] for item in reports)
+    codec, compression = coding
+    version, breaks = parent.version + 1, parent.breaks
+    if base.version != parent.version:
+        breaks = with_break(breaks, version, base.version)
+    return Manifest(
+        run=parent.run,
+        version=version,
+        kind="delta",
+        base_version=base.version,
+        parent=parent.digest,
+        breaks=breaks,
+        # Codec tiled needs the base bits to decode, which is just what a revert has to produce.
+        reversible=reversible and not (objects and codec in BASE_CODECS),
+        quarantine=quarantine(reasons, parent),
+        codec=codec if objects else None,
+        compression=(compression if codec in RELATIVE_CODECS else "none") if objects else None,
+        requires=required_features(codec, compression) if objects else [],
+        objects=objects,
+        changed=sum(item["changed"] for item in reports),
+        total=parent.total,
+        payload_bytes=sum(ref.bytes for ref in objects),
+        full_bytes=parent.full_bytes,
+        fingerprint=(base.model_fingerprint + change).hex(),
+        created_at=timestamp(),
+        **members,
+    )

@@ -20,7 +20,7 @@ from benchmarks.common.tables import number
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.scaling.shapes import RankSlice, ScaledModel, Slice
 from trainer_side import Publisher
-from trainer_side.manifests import SHARD_BYTES
+from trainer_side.options import SHARD_BYTES
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.ranged import piece_bytes
 from vllm_delta_sync.client import Run

@@ -15,7 +15,6 @@ from torch import nn
 
 from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.update_gate import nonfinite_by_tensor
-from trainer_side.manifests import FullState, Put, Shards
 from trainer_side.model.live_tensors import read_to_end
 from trainer_side.model.module import ModelLike
 from trainer_side.options import PublisherOptions
@@ -31,7 +30,7 @@ from trainer_side.ranks.group import (
 )
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_models
 from trainer_side.ranks.shard_parts import ModuleParts, RankParts, boxes_document, check_coverage
-from trainer_side.run_weights import RunWeights, prepare
+from trainer_side.run_weights import FullState, Put, RunWeights, Shards, prepare
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
@@ -255,7 +254,7 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
     """Store all tensors as an anchor's objects; every rank calls it. A rank holds one whole tensor at a time.
 
     Args:
-        put: as in ``manifests.Shards``.
+        put: as in ``Shards``.
 
     Returns:
         On rank 0 the objects, in the order of their tensors; none elsewhere.
