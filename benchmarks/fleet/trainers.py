@@ -1,7 +1,7 @@
 """Trainers of the fleet: a model that Adam moves on noise, and the real one, well into a run on real text."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
@@ -39,7 +39,7 @@ class NoisyTrainer(NoisyModel):
     """Over characters, one token for each. Args: size: one of ``SIZES``."""
 
     def __init__(self, size: str) -> None:
-        special = {"pad_token_id": IDS["<pad>"], "eos_token_id": IDS["<eos>"], "bos_token_id": None}
+        special: dict[str, Any] = {"pad_token_id": IDS["<pad>"], "eos_token_id": IDS["<eos>"], "bos_token_id": None}
         super().__init__(qwen3_config(**SIZES[size], vocabulary=len(IDS), positions=CONTEXT, **special))
 
     def save(self, path: Path) -> None:

@@ -357,14 +357,15 @@ def target_names(
     names: dict[str, list[str]] = {}
     for owner, group in groups.items():
         left_out = owner in live.excluded
-        targets = ([] if left_out else [owner]) if specs is None else [name for name in group if name in specs]
-        if specs is not None and not targets and not left_out:
-            if is_packed(owner, specs):
-                raise ModelError(
-                    f"tensor {owner!r} is quantized in {where} and {_needs_scales(live.tensors[owner].dtype)}"
-                )
+        if specs is None:
+            names.update(dict.fromkeys(group, [] if left_out else [owner]))
+            continue
+        targets = [name for name in group if name in specs]
+        if not targets and not left_out and is_packed(owner, specs):
+            raise ModelError(f"tensor {owner!r} is quantized in {where} and {_needs_scales(live.tensors[owner].dtype)}")
+        if not targets and not left_out:
             raise TensorMismatchError(f"tensor {owner!r} of the model is not among the {len(specs)} tensors of {where}")
-        for name in targets if specs is not None else ():
+        for name in targets:
             check_fits(owner, live.tensors[owner], specs[name], where)
         names.update(dict.fromkeys(group, targets))
     return names
