@@ -276,10 +276,10 @@ class Committer:
             self._check_scrub_slice(pending, version)
 
         try:
-            self._do_on_every_rank("check", check)
+            self._group.on_every_rank("check", check)
             watch.lap()
             if self._budget is None:
-                self._do_on_every_rank("encode", lambda: self._encode(own, pending, version))
+                self._group.on_every_rank("encode", lambda: self._encode(own, pending, version))
             else:
                 exact = progress.exact or self._budget.is_exact_due(version, self.newest)
                 progress.held_back = self._budget.encode(
@@ -296,13 +296,6 @@ class Committer:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and ``_apply_outcome`` raises it
             own.error = failure or error
         return own
-
-    def _do_on_every_rank(self, what: str, work: Callable[[], object]) -> None:
-        """Do ``work``. If ranks have something to agree on before they store, go on only if it succeeds on all."""
-        if self._gate is None and self._budget is None:
-            work()
-        else:
-            self._group.on_every_rank(what, work)
 
     def _encode(self, own: _RankContents, pending: PendingDelta, version: int) -> int:
         """Encode this rank's changes; return the bytes of its objects."""

@@ -40,24 +40,21 @@ class Difference:
     Attributes:
         changed: elements whose bits differ. nonfinite: those among them that are NaN or infinite now.
         distance: Σ (new − old)² of elements that were finite; infinite if one no longer is and only norms are bounded.
-        nonfinite_gain: elements not finite now, minus those before.
         squares_gain: Σ new² − Σ old², of finite elements. magnitude: Σ new² + Σ old², which bounds rounding errors.
     """
 
     changed: int = 0
     nonfinite: int = 0
     distance: float = 0.0
-    nonfinite_gain: int = 0
     squares_gain: float = 0.0
     magnitude: float = 0.0
 
 
 @dataclass
 class _Verdict:
-    """The gate's measurements per changed tensor, kept until ``mark_durable`` records them."""
+    """The difference of each changed tensor from the sound version, kept until ``mark_durable`` records it."""
 
-    against_sound: dict[int, Difference]
-    against_current: dict[int, Difference]
+    differences: dict[int, Difference]
     reasons: list[str] = field(default_factory=list)
     saved: dict[int, Bits] = field(default_factory=dict)
 
@@ -69,7 +66,6 @@ class UpdateGate:
 
     Attributes:
         sound: number of the version that others are compared with; None if it is not available.
-        nonfinite: per tensor id, NaN or infinite elements of the current version; empty if they are not bounded.
         squares: per tensor id, Σ w² of the sound version's finite elements; empty if norms are not bounded.
 
     Args:
@@ -87,7 +83,6 @@ class UpdateGate:
         self.gate = gate
         self._baseline, self._table, self._places, self._group = baseline, table, places, group
         self.sound: int | None = None
-        self.nonfinite: list[int] = []
         self.squares: list[float] = []
         self._magnitude: list[float] = []
         self._sound_bits: dict[int, Bits] = {}
@@ -106,7 +101,6 @@ class UpdateGate:
         self._sound_bits, self._differences = {}, {}
         self.sound = version if not quarantined else None
         bits = [self._baseline.read(tensor) for tensor in range(len(self._places))]
-        self.nonfinite = _count_nonfinite(self._baseline.table, bits) if self.gate.nonfinite else []
         reference = bits
         if quarantined and sound is not None:
             self.sound, reference = sound
@@ -117,7 +111,7 @@ class UpdateGate:
         if self.gate.max_norm_jump is not None:
             self.squares = [self._squared(tensor, of) for tensor, of in enumerate(reference)]
             self._magnitude = [0.0] * len(self.squares)
-        self._log_start(version, quarantined)
+        self._log_start(version, quarantined, _nonfinite_now(self._baseline) if self.gate.nonfinite else {})
 
     def judge(self, pending: PendingDelta) -> list[str]:
         """Return how the baseline with its pending delta exceeds the bounds, one line each; empty if it does not.
@@ -125,20 +119,21 @@ class UpdateGate:
         Every rank calls it with its own delta, and gets the same lines.
         """
         self._verdict = None
-        found: list[_Verdict] = []
+        found: list[tuple[_Verdict, tuple[Mapping[int, float], ...]]] = []
 
         def measure() -> Json:
-            found.append(self._compared(pending))
-            return [*(sum(of.values()) for of in self._measured(found[0])), sum(self.squares)]
+            verdict = self._compared(pending)
+            found.append((verdict, self._measured(verdict)))
+            return [*(sum(of.values()) for of in found[0][1]), sum(self.squares)]
 
         sums = self._group.sums("gate", measure)
-        verdict = self._verdict = found[0]
+        verdict, measured = found[0]
+        self._verdict = verdict
         exceeded = self._exceeded(*sums)
         if not exceeded:
             return []
 
         # In a second question, since a model may have many tensors, and most versions pass.
-        measured = self._measured(verdict)
         worst = self._group.reduce_on_rank0(
             "gate: reasons",
             lambda: [[*self._by_tensor(measured[check]).items()] for check in exceeded],
@@ -149,7 +144,7 @@ class UpdateGate:
         verdict.reasons = reasons
         if self.gate.action == "quarantine":
             # Saved before the version is written, so that nothing can fail afterwards.
-            verdict.saved = pending.before(verdict.against_current.keys() - self._sound_bits.keys())
+            verdict.saved = pending.before(verdict.differences.keys() - self._sound_bits.keys())
         return reasons
 
     def mark_durable(self, version: int) -> None:
@@ -157,15 +152,12 @@ class UpdateGate:
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
-        for tensor, difference in verdict.against_current.items():
-            if self.nonfinite:
-                self.nonfinite[tensor] += difference.nonfinite_gain
         if not verdict.reasons:
-            self._advance(self._differences | verdict.against_sound)
+            self._advance(self._differences | verdict.differences)
             self._sound_bits, self._differences, self.sound = {}, {}, version
             return
         self._sound_bits |= verdict.saved
-        self._differences |= verdict.against_sound
+        self._differences |= verdict.differences
         for tensor in [tensor for tensor, found in self._differences.items() if not found.changed]:
             del self._sound_bits[tensor], self._differences[tensor]
 
@@ -184,15 +176,12 @@ class UpdateGate:
 
     # Reasons
 
-    def _measured(self, verdict: _Verdict) -> tuple[dict[int, float], ...]:
+    def _measured(self, verdict: _Verdict) -> tuple[Mapping[int, float], ...]:
         """Return for each check what it looks at, by tensor id of the baseline: not finite, changed, distance."""
-        found, current = self._differences | verdict.against_sound, verdict.against_current
-        nonfinite: dict[int, float] = {}
-        if self.gate.nonfinite and self.sound is not None:
-            nonfinite = {tensor: difference.nonfinite for tensor, difference in found.items()}
-        elif self.gate.nonfinite:
-            gains = {tensor: difference.nonfinite_gain for tensor, difference in current.items()}
-            nonfinite = {tensor: count + gains.get(tensor, 0) for tensor, count in enumerate(self.nonfinite)}
+        found = self._differences | verdict.differences
+        nonfinite: Mapping[int, float] = {tensor: difference.nonfinite for tensor, difference in found.items()}
+        if self.gate.nonfinite and self.sound is None:
+            nonfinite = _nonfinite_now(self._baseline)
         changed: dict[int, float] = {tensor: difference.changed for tensor, difference in found.items()}
         return nonfinite, changed, {tensor: difference.distance for tensor, difference in found.items()}
 
@@ -231,8 +220,8 @@ class UpdateGate:
         """Return the sums by id in the run's table, those that are not 0; the argument has ids of the baseline."""
         return added_rows([[(self._places[part][0], value) for part, value in values.items() if value]])
 
-    def _log_start(self, version: int, quarantined: bool) -> None:
-        nonfinite = self._by_tensor(dict(enumerate(self.nonfinite)))
+    def _log_start(self, version: int, quarantined: bool, counts: Mapping[int, float]) -> None:
+        nonfinite = self._by_tensor(counts)
         if quarantined and self.sound is None:
             logger.warning(
                 "version %d is quarantined and the sound version before it cannot be read: the next one is sound if "
@@ -249,17 +238,14 @@ class UpdateGate:
     # Measuring
 
     def _compared(self, pending: PendingDelta) -> _Verdict:
-        current = {
-            tensor: self._compare(tensor, ((before, now) for _, before, now in found))
-            for tensor, found in pending.elements(PIECE_ELEMENTS)
-        }
-        against_sound = {
-            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.read(tensor)))
-            if tensor in self._sound_bits
-            else difference
-            for tensor, difference in current.items()
-        }
-        return _Verdict(against_sound, current)
+        differences = {}
+        for tensor, found in pending.elements(PIECE_ELEMENTS):
+            sound = self._sound_bits.get(tensor)
+            changed: Pieces = ((before, now) for _, before, now in found)
+            if sound is not None:
+                changed = pieces(sound, self._baseline.read(tensor))
+            differences[tensor] = self._compare(tensor, changed)
+        return _Verdict(differences)
 
     def _compare(self, tensor: int, found: Pieces) -> Difference:
         element, gate, result = self._baseline.table[tensor].element, self.gate, Difference()
@@ -315,15 +301,16 @@ def judge_state(gate: Gate | None, table: TensorTable, nonfinite: Callable[[], M
 
 def nonfinite_by_tensor(baseline: Baseline, places: Sequence[tuple[int, Box]]) -> dict[int, int]:
     """Return NaN and infinite elements of a rank's weights, by id in the run's table of the tensors that have some."""
-    counts = _count_nonfinite(baseline.table, [baseline.read(part) for part in range(len(places))])
-    return added_rows([[(tensor, count) for (tensor, _), count in zip(places, counts, strict=True) if count]])
+    return added_rows([[(places[part][0], count) for part, count in _nonfinite_now(baseline).items() if count]])
 
 
-def _count_nonfinite(table: TensorTable, bits: list[Bits]) -> list[int]:
-    return [
-        sum(count_nonfinite(spec.element, piece) for piece, _ in pieces(of, of))
-        for spec, of in zip(table, bits, strict=True)
-    ]
+def _nonfinite_now(baseline: Baseline) -> dict[int, int]:
+    """Return NaN and infinite elements by tensor id: one pass over the model."""
+    found: dict[int, int] = {}
+    for tensor, spec in enumerate(baseline.table):
+        bits = baseline.read(tensor)
+        found[tensor] = sum(count_nonfinite(spec.element, piece) for piece, _ in pieces(bits, bits))
+    return found
 
 
 def add_difference(result: Difference, element: DType, before: Bits, after: Bits, nonfinite: bool, norm: bool) -> None:
@@ -338,9 +325,7 @@ def add_difference(result: Difference, element: DType, before: Bits, after: Bits
     if not has_values(element):
         return
     if nonfinite:
-        count = count_nonfinite(element, after)
-        result.nonfinite += count
-        result.nonfinite_gain += count - count_nonfinite(element, before)
+        result.nonfinite += count_nonfinite(element, after)
     if norm:
         old, new = values_of(element, before), values_of(element, after)
         old_squares, new_squares = _squares(old), _squares(new)
