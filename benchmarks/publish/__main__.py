@@ -45,6 +45,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from benchmarks.common import real_case
 from benchmarks.common.processes import Child
 from benchmarks.common.real_case import CASE
@@ -92,7 +94,7 @@ def run(plan: Plan, folder: Path) -> list[Rank]:
             child = Child(f"process {rank}", command, folder / f"rank-{rank}.log", environment)
             children.append(stack.enter_context(child))
         _wait(children)
-    return [Rank.of(json.loads((folder / f"rank-{rank}.json").read_text())) for rank in range(plan.ranks)]
+    return [TypeAdapter(Rank).validate_json((folder / f"rank-{rank}.json").read_bytes()) for rank in range(plan.ranks)]
 
 
 def _wait(children: Sequence[Child]) -> None:

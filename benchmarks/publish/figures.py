@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
 
 from benchmarks.common.estimate import Estimate, estimate
 from benchmarks.common.rows import Row, row
@@ -71,17 +70,6 @@ class Rank:
     memory: Memory | None
     turns: list[Turn] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Self:
-        """From JSON, as ``dataclasses.asdict`` makes it."""
-        memory = document["memory"]
-        return cls(
-            document["shard"],
-            None if memory is None else Memory(**memory),
-            [Turn(**turn) for turn in document["turns"]],
-            [Phase(**phase) for phase in document["phases"]],
-        )
 
 
 def added_by_blocks(phases: Sequence[Phase]) -> Estimate:
