@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.apply.models import pinned_environment
-from benchmarks.common import real_case, real_steps
+from benchmarks.common import real_model, real_steps
 from benchmarks.common.rows import Row, parser, start
 from benchmarks.common.tables import Place, grid, pivot
 
@@ -68,10 +68,10 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     known = parser(BENCH, __doc__ or "", minutes=6)
-    real_case.add_flag(known)
+    real_model.add_flag(known)
     options = start(known, arguments)
     flags = [f"--{name}" for name in ("quick", "real") if getattr(options, name)]
-    checkpoint = real_case.find_checkpoint(options)
+    checkpoint = real_model.find_checkpoint(options)
     if checkpoint is not None:
         flags += ["--checkpoint", str(checkpoint)]
         real_steps.pairs("settled", rates=(real_steps.SEQUENCE_RATE,))  # cached here, where training has all cores

@@ -24,7 +24,7 @@ from benchmarks.apply.change import (
 )
 from benchmarks.apply.models import FULL, QUICK, Loader, digests, write_checkpoint
 from benchmarks.apply.proof import measure_proof
-from benchmarks.common import real_case, real_steps
+from benchmarks.common import real_model, real_steps
 from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
 from benchmarks.common.training_data import tensors_of
@@ -39,7 +39,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.tensors.changes import Changes
 
 BENCH = "apply"
-REAL = f"{real_case.CASE}, settled, lr 1e-6"
+REAL = f"{real_model.CASE}, settled, lr 1e-6"
 DENSITIES = {"0.1%": 0.001, "1%": 0.01, "5%": 0.05, "10%": 0.1}
 QUICK_DENSITIES = {"1%": 0.01}
 PATCHES, UNCHECKED = "load_checkpoint_weight_patches", "load_checkpoint_weight_patches, duplicates unchecked"
@@ -230,7 +230,7 @@ def real_subject(checkpoint: Path, work: Path) -> tuple[Subject, dict[str, torch
 
 def main(arguments: list[str] | None = None) -> None:
     known = parser(BENCH, __doc__ or "", minutes=5)
-    real_case.add_flag(known)
+    real_model.add_flag(known)
     known.add_argument("--checkpoint", type=Path, help="of the real model; without it, that is left out")
     options = known.parse_args(arguments)
     torch.set_num_threads(1)

@@ -15,13 +15,14 @@ import copy
 import random
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.breakeven.__main__ import apply
-from benchmarks.budgets import chart
+from benchmarks.common.charts import panels, save, series
 from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
 from benchmarks.common.training import sample
@@ -32,7 +33,6 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 BENCH = "budgets"
-CHARTS = {"budgets.png": ("Reward and distance to the trainer's weights, for each budget", chart.budgets)}
 SHARES = (0.5, 0.25, 0.1)
 SEEDS = (0, 1, 2)
 STEPS = 30
@@ -139,6 +139,38 @@ def summarise(rows: Sequence[Row], seeds: int) -> list[Row]:
             means.append(row(BENCH, named, "least reward", min(values), unit))
             means.append(row(BENCH, named, "most reward", max(values), unit))
     return means
+
+
+WINDOW = 5
+"""Steps of the moving mean of rewards."""
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Reward over bytes, reward over steps, and distance to the trainer's weights over steps."""
+    figure, [[bytes_axis, reward_axis, distance_axis]] = panels(1, 3, (13, 4), squeeze=False)
+    ended = {(item["case"], item["metric"]): item["value"] for item in rows if item["case"].endswith(" seeds")}
+    step = r"(?P<name>.+), step (?P<x>\d+)"
+    rewards, distances = series(rows, step, "reward"), series(rows, step, "distance")
+    for number, (name, points) in enumerate(rewards.items()):
+        color = f"C{number}"
+        case = next(case for case, _ in ended if case.startswith(f"{name}, "))
+        mean, least, most = (ended[case, metric] for metric in ("reward", "least reward", "most reward"))
+        size = ended[case, "bytes per version"] / 1000
+        bytes_axis.errorbar(size, mean, [[mean - least], [most - mean]], fmt="o", color=color, capsize=4, label=name)
+        steps, values = zip(*points, strict=True)
+        smooth = [np.mean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+        reward_axis.plot(steps, smooth, color=color)
+        if any(value > 0 for _, value in distances[name]):
+            distance_axis.plot(*zip(*distances[name], strict=True), color=color)
+    bytes_axis.set(xlabel="kB per version", ylabel="reward", title="Reward of the last steps; range over seeds")
+    bytes_axis.set_xlim(left=0)
+    bytes_axis.legend(frameon=False, fontsize=8, loc="lower right")
+    reward_axis.set(xlabel="step", ylabel="reward", title=f"Reward (mean of seeds and of {WINDOW} steps)")
+    distance_axis.set(xlabel="step", ylabel="relative norm", title="Distance to the trainer's weights")
+    save(figure, path)
+
+
+CHARTS = {"budgets.png": ("Reward and distance to the trainer's weights, for each budget", draw)}
 
 
 def tables(rows: list[Row]) -> list[str]:

@@ -27,6 +27,8 @@ BLOCK = 32
 Q4_STEPS, Q8_STEPS = 15, 127
 """Q4_1: steps from a block's least value to its greatest. Q8_0: steps from 0 to its greatest magnitude."""
 SEED = 0
+CASE = "SmolLM2"
+"""Begins the cases of its rows."""
 
 
 def checkpoint(folder: Path = FOLDER) -> Path:
@@ -79,6 +81,30 @@ def checkpoint(folder: Path = FOLDER) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
+
+
+def add_flag(known: argparse.ArgumentParser) -> None:
+    """``--real``."""
+    known.add_argument("--real", action="store_true", help=f"only {NAME}")
+
+
+def find_checkpoint(options: argparse.Namespace) -> Path | None:
+    """The real model's folder; None if it is left out: in quick runs, and without its packages, which is printed.
+
+    Raises:
+        SystemExit: ``--real`` asks for it, and a package is missing or ``--quick`` leaves it out.
+    """
+    if options.quick:
+        if options.real:
+            raise SystemExit("--quick leaves out the real model: give it or --real")
+        return None
+    try:
+        return checkpoint()
+    except SystemExit as missing:
+        if options.real:
+            raise
+        print(f"left out: {missing}", file=sys.stderr, flush=True)
+        return None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -31,8 +31,8 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.common import real_case
-from benchmarks.common.real_case import CASE
+from benchmarks.common import real_model
+from benchmarks.common.real_model import CASE
 from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import Place, pivot
 from benchmarks.fleet.record import BENCH, RATIO, Record
@@ -45,7 +45,7 @@ from vllm_delta_sync.errors import DeltaSyncError
 def main(arguments: list[str]) -> int:
     """Run it; 0 only if everything holds."""
     known = parser(BENCH, "Servers that follow a trainer over slow links, beside sending full weights.", minutes=12)
-    real_case.add_flag(known)
+    real_model.add_flag(known)
     known.add_argument("--replicas", type=int, help="servers at the start, of some 3 GB each; one joins (default 3)")
     known.add_argument("--versions", type=int, help="versions before the first server is killed (default 8)")
     known.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of each link, each way (default 100)")
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         known.error("give numbers above 0")
     size = "small" if given.quick else "full"
     trainers: dict[str, Callable[[], Trainer]] = {} if given.real else {"": partial(NoisyTrainer, size)}
-    checkpoint = real_case.find_checkpoint(given)
+    checkpoint = real_model.find_checkpoint(given)
     if checkpoint is not None:
         trainers[f"{CASE}: "] = partial(RealTrainer, checkpoint)
     # SIGTERM ends the servers too.

@@ -47,9 +47,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from benchmarks.common import real_case
+from benchmarks.common import real_model
 from benchmarks.common.processes import Child
-from benchmarks.common.real_case import CASE
+from benchmarks.common.real_model import CASE
 from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import grid
 from benchmarks.publish.figures import BENCH, Rank, cost, loop, memory
@@ -155,7 +155,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=10)
-    real_case.add_flag(known)
+    real_model.add_flag(known)
     known.add_argument("--ranks", type=int, action="append", metavar="N", help="only with N processes; may be repeated")
     return start(known, arguments)
 
@@ -163,7 +163,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = options_of(arguments)
     rows: list[Row] = []
-    for plan in plans(options.quick, real_case.find_checkpoint(options)):
+    for plan in plans(options.quick, real_model.find_checkpoint(options)):
         if (options.ranks is not None and plan.ranks not in options.ranks) or (options.real and plan.size != CASE):
             continue
         with tempfile.TemporaryDirectory(prefix="delta-sync-bench-") as folder:

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import real_case, real_steps
-from benchmarks.common.real_case import CASE
+from benchmarks.common import real_model, real_steps
+from benchmarks.common.real_model import CASE
 from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
 from benchmarks.common.training_data import Pair, Weights, policy_pairs
@@ -107,12 +107,12 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     known = parser(BENCH, __doc__ or "", minutes=25)
-    real_case.add_flag(known)
+    real_model.add_flag(known)
     options = start(known, arguments)
     rows: list[Row] = []
     for pair in [] if options.real else policy_pairs(options.quick, say=print):
         rows += compare(pair, f"{pair.asked:.1%} of bf16", rl_loop.make_model(0).to(torch.bfloat16), SCHEMES)
-    folder = real_case.find_checkpoint(options)
+    folder = real_model.find_checkpoint(options)
     if folder is not None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
         for pair in real_steps.pairs("settled", RATES, say=print):

@@ -30,19 +30,20 @@ times that the model has the slice. Weights are normal; 1 % of all elements chan
 import gc
 import json
 import re
+from pathlib import Path
 
 from benchmarks.common import synthetic
+from benchmarks.common.charts import OURS, panels, save, series
 from benchmarks.common.copying import compare_and_copy, memcpy, one_thread
 from benchmarks.common.formats import Own, flats, own_codecs
 from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import Place, pivot, value_of
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.common.training_data import Pair, elements
-from benchmarks.scaling import chart, ranks
+from benchmarks.scaling import ranks
 from benchmarks.scaling.shapes import scaled_models
 
 BENCH = "scaling"
-CHARTS = {"scaling.png": ("Cost per element over the size of the model", chart.scaling)}
 SHARE = 0.01
 SIDE = 4096
 SIZES = (10_000_000, 30_000_000, 100_000_000, 300_000_000, 1_000_000_000)
@@ -132,6 +133,30 @@ def projection(rows: list[Row], names: list[str], largest: str) -> list[Row]:
                 row(BENCH, case, "object", 1e-9 * bytes_ * SHARE * total, "GB"),
             ]
     return found
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Cost per element over the size of the model."""
+    rows = [{**item, "case": _in_millions(item["case"])} for item in rows]
+    figure, (left, right) = panels(1, 2, (9, 3.8))
+    pattern = r"(?P<x>[\d.]+) M dense 1%"
+    for axis, metric, unit in ((left, "encode", "ns per element"), (right, "decode", "ns per changed element")):
+        for name, points in series(rows, pattern + ", (?P<name>[^,]+)", metric).items():
+            axis.plot(*zip(*points, strict=True), "o-", color=OURS.get(name), label=name)
+        axis.set(xscale="log", xlabel="million elements", ylabel=unit, ylim=(0, None), title=metric)
+    for metric, style in (("memcpy", ":"), ("compare_and_copy", "--")):
+        for points in series(rows, pattern, metric).values():
+            left.plot(*zip(*points, strict=True), style, color="0.4", label=metric)
+    left.set_title("compare and encode")
+    left.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def _in_millions(case: str) -> str:
+    return re.sub(r"^([\d.]+) B", lambda match: f"{1000 * float(match[1]):g} M", case)
+
+
+CHARTS = {"scaling.png": ("Cost per element over the size of the model", draw)}
 
 
 def tables(rows: list[Row]) -> list[str]:
