@@ -157,10 +157,10 @@ class LiveTensors(ABC):
     unused: Collection[str] = ()
     """Names in ``excluded`` that the run does not have: ``read`` may leave them out."""
 
-    def select(self, selection: Selection) -> None:
-        """Leave out and rename what is yielded, before anything else is done with it."""
+    def select(self, selection: Selection, model: object) -> None:
+        """Leave out and rename what is yielded, before anything else is done with it. Args: model: as it was given."""
         raise UsageError(
-            f"include, exclude or rename is given, and the model is {type(self).__name__}; they are for a "
+            f"include, exclude or rename is given, and the model is a {type(model).__name__}; they are for a "
             "torch.nn.Module and for gathered weights: yield the tensors to publish, under their names"
         )
 

@@ -251,7 +251,7 @@ def live_tensors(model: ModelLike, selection: Selection | None = None) -> LiveTe
             "function without arguments that returns one"
         )
     if selection is not None and not selection.is_everything:
-        live.select(selection)
+        live.select(selection, model)
     return live
 
 

@@ -84,7 +84,7 @@ class StreamedWeights(LiveTensors):
                 self._routes_by_source.setdefault(source, []).append(len(self._routes))
             self._routes.append((target, route))
 
-    def select(self, selection: Selection) -> None:
+    def select(self, selection: Selection, model: object) -> None:
         self._selection = selection
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
