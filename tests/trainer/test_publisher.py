@@ -18,7 +18,7 @@ from tests.support.publishing import Tensors, assert_holds, assert_versions, pub
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.errors import LimitError, TensorMismatchError, UsageError
+from vllm_delta_sync.errors import LimitError, ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -201,6 +201,14 @@ def test_wrong_handed_over_weights_change_nothing(case: str, url: str) -> None:
         assert publisher.publish(step=2).changed == 0
     assert open_run(url).verify().head == 1
     assert_holds(open_run(url), 1, held)
+
+
+def test_handed_over_weights_that_need_scales_are_refused(url: str) -> None:
+    live = {"w": torch.randn(10).to(torch.float8_e4m3fn)}
+    with Publisher(live, url) as publisher:
+        with pytest.raises(ModelError, match=r"'w' is F8_E4M3 in this run .*needs scales"):
+            publisher.publish(step=1, weights=[("w", torch.randn(10))])
+        assert publisher.version == 0
 
 
 def test_taken_notice_address_only_warns(url: str, caplog: pytest.LogCaptureFixture) -> None:
