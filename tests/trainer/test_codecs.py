@@ -12,7 +12,6 @@ from tests.support.publishers import Hooked, Trainer, assert_holds, left_to_the_
 from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
 from trainer_side import Publisher
-from trainer_side.diff import memory_limits
 from trainer_side.diff.change_log import ChangeLog, ExpandedChanges
 from trainer_side.diff.pending_delta import SPARSE_RATIO, full_is_smaller
 from trainer_side.encode.encoder import KEPT_VERSIONS, RecentDeltas
@@ -62,15 +61,15 @@ def test_plain_copies_are_merged_without_base_bits(bucket: Hooked, trainer: Trai
     assert_holds(bucket, 4, history[4])
 
 
-def kept_of(recent: RecentDeltas, versions: int) -> list[int]:
-    """Keep so many small versions, and return which are there at the end."""
+def kept_of(recent: RecentDeltas, versions: int, most: int = 1 << 20) -> list[int]:
+    """Keep so many small versions, of all ``most`` bytes, and return which are there at the end."""
     table = TensorTable([TensorSpec("w", "BF16", (8,))])
     for version in range(1, versions + 1):
         positions, distances, change = diff(
             "w", ELEMENTS["BF16"], np.zeros(8, np.uint16), np.arange(8, dtype=np.uint16)
         )
         group = Sparse("BF16", np.zeros(1, np.uint32), np.array([positions.size]), positions, distances, True)
-        recent.keep(DeltaContext("r", version, version - 1), [Changes([group], [], {0: change})], table)
+        recent.keep(DeltaContext("r", version, version - 1), [Changes([group], [], {0: change})], table, most)
     kept = [version for version in range(versions + 5) if recent.of(version) is not None]
     if kept:
         [data] = recent.of(versions) or []
@@ -78,15 +77,14 @@ def kept_of(recent: RecentDeltas, versions: int) -> list[int]:
     return kept
 
 
-def test_old_copies_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_copies_make_room() -> None:
     assert kept_of(RecentDeltas(), 19) == list(range(20 - KEPT_VERSIONS, 20))
     single = RecentDeltas()
     kept_of(single, 1)
     size = len((single.of(1) or [b""])[0])
     for limit, kept in ((3 * size + size // 2, [17, 18, 19]), (size - 1, [])):
-        monkeypatch.setattr(memory_limits, "LEAST_BYTES", limit)
         # Numbers of versions with more digits make their headers a little longer.
-        assert kept_of(RecentDeltas(), 19) == kept
+        assert kept_of(RecentDeltas(), 19, limit) == kept
 
 
 # In full, or only what changed
