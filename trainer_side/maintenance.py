@@ -28,7 +28,7 @@ from vllm_delta_sync.maintenance.tags import delete_tag, rebase_epoch, rebase_ta
 
 logger = guarded_logger(__name__)
 
-THREAD_NAME = "delta-sync-maintenance"
+THREAD_NAME, HEAD_THREAD_NAME = "delta-sync-maintenance", "delta-sync-head"
 _POLL_SECONDS = 1.0
 _NICE = 10
 
@@ -36,7 +36,8 @@ _NICE = 10
 class BackgroundMaintenance:
     """A thread that maintains the newest durable version, one task at a time; it skips older versions.
 
-    A second thread renews the HEAD of a signed run. A failure only warns: a run reads correctly without maintenance.
+    A second thread writes the HEAD of a signed run again each time a third of its lifetime has passed. A failure only
+    warns: a run reads correctly without maintenance.
 
     Args:
         alone: whether no other rank publishes.
@@ -52,17 +53,20 @@ class BackgroundMaintenance:
         self._base = base
         self._options = options
         self._queue: SimpleQueue[Manifest | int | None] = SimpleQueue()
-        self._closing = False
+        self._ended = threading.Event()
         self._unmade: list[int] = []  # milestones whose anchor is asked for and not begun, or was stopped
         # Only a process that publishes alone has all changes; of the others, ``delta-sync compact`` merges.
         self.recent = RecentDeltas() if options.merge and options.codec in BASE_CODECS and alone else None
-        self._renewal = HeadRenewal(writer, options.keyring.has_signing_key)
-        self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
+        self._threads = [threading.Thread(target=self._serve, name=THREAD_NAME)]
+        if options.keyring.has_signing_key:
+            # A daemon, which does not keep the process alive: an expired HEAD shows that the publisher has ended.
+            renewal = partial(self._renew_head, writer)
+            self._threads.append(threading.Thread(target=renewal, name=HEAD_THREAD_NAME, daemon=True))
         try:
-            self._thread.start()
+            for thread in self._threads:
+                thread.start()
         except BaseException:  # an interrupt too: the caller gets no object to close, and one thread would stay
-            self._closing = True
-            self._renewal.close()
+            self.close()
             raise
 
     def offer(self, manifest: Manifest) -> None:
@@ -75,10 +79,11 @@ class BackgroundMaintenance:
 
     def close(self) -> None:
         """Stop the running task, and end the threads. May be called twice."""
-        self._closing = True
+        self._ended.set()
         self._queue.put(None)
-        self._thread.join()
-        self._renewal.close()
+        for thread in self._threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
         unmade, self._unmade = self._unmade + self._next(0)[1], []
         for version in unmade:
             # Asked for, and nothing else says so: at the end of a training no later version follows.
@@ -90,7 +95,12 @@ class BackgroundMaintenance:
             )
 
     def _stop(self) -> bool:
-        return self._closing or not threading.main_thread().is_alive()
+        return self._ended.is_set() or not threading.main_thread().is_alive()
+
+    def _renew_head(self, writer: RunWriter) -> None:
+        seconds = writer.renew_head()
+        while seconds is not None and not self._ended.wait(seconds):
+            seconds = writer.renew_head()
 
     def _serve(self) -> None:
         _lower_priority()
@@ -158,36 +168,6 @@ def _lower_priority() -> None:
     """Let training and publishing run first, on systems with thread priorities."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-HEAD_THREAD_NAME = "delta-sync-head"
-
-
-class HeadRenewal:
-    """A thread that writes HEAD again each time a third of its lifetime has passed.
-
-    Args:
-        needed: whether HEAD has an expiry.
-    """
-
-    def __init__(self, writer: RunWriter, needed: bool) -> None:
-        self._writer = writer
-        self._ended = threading.Event()
-        # A daemon, which does not keep the process alive: an expired HEAD shows that the publisher has ended.
-        self._thread = threading.Thread(target=self._serve, name=HEAD_THREAD_NAME, daemon=True) if needed else None
-        if self._thread is not None:
-            self._thread.start()
-
-    def close(self) -> None:
-        """End the thread after its current write. May be called twice."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _serve(self) -> None:
-        seconds = self._writer.renew_head()
-        while seconds is not None and not self._ended.wait(seconds):
-            seconds = self._writer.renew_head()
 
 
 class RebaseTag:
