@@ -1,10 +1,7 @@
 """``PublisherOptions``: the arguments of a publisher, checked; the update gate's bounds ``Gate``, and ``Budget``."""
 
 import logging
-import math
-import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, field
 from functools import partial, wraps
 from inspect import Signature, signature
@@ -30,9 +27,7 @@ from trainer_side.result import OnVersion
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
 from vllm_delta_sync.logs import log_as_json
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
@@ -149,9 +144,6 @@ class Budget(Checked):
     def __post_init__(self) -> None:
         if self.max_bytes is None and self.max_share is None and self.min_change is None:
             raise UsageError("budget: there is no bound; give max_bytes, max_share or min_change")
-
-
-SidecarData = bytes | bytearray | memoryview
 
 
 @dataclass(config=CHECKED)
@@ -322,51 +314,3 @@ def set_log_format() -> None:
     """Write JSON lines in this process if the setting ``log_format`` says so. Raises SettingsError."""
     if client_settings().log_format == "json":
         log_as_json("trainer_side", "vllm_delta_sync", level=logging.INFO)
-
-
-def check_step(step: int) -> int:
-    """Return the optimizer step as an int; raise UsageError if it is invalid."""
-    return _checked("step", step, 2**53, "the optimizer step as an integer from 0 to 2^53 - 1")
-
-
-def check_version(version: int) -> int:
-    """Return a version number as an int; raise UsageError if it is invalid."""
-    return _checked("version", version, math.inf, "the number of a version")
-
-
-def _checked(name: str, value: int, below: float, wanted: str) -> int:
-    """Return the value of an integer of any kind, such as numpy's; raise UsageError for anything else."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number < below:
-        raise UsageError(f"{name} is {value!r}; give {wanted}")
-    return number
-
-
-def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
-    """Return name → bytes, copied so that later writes by the caller have no effect."""
-    if sidecars is None:
-        return {}
-    if not isinstance(sidecars, Mapping):
-        raise UsageError(f"sidecars is a {type(sidecars).__name__}; give a mapping of names to bytes, or None")
-    if len(sidecars) > MAX_SIDECARS:
-        raise UsageError(f"sidecars has {len(sidecars)} entries; give at most {MAX_SIDECARS}, and join small ones")
-    found: dict[str, bytes] = {}
-    for name, data in sidecars.items():
-        if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
-            raise UsageError(
-                f"sidecar name {str(name)[:120]!r} is invalid; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a "
-                "letter or a digit"
-            )
-        if not isinstance(data, SidecarData):
-            raise UsageError(f"sidecar {name!r} is a {type(data).__name__}; give bytes, such as torch.save writes")
-        size = memoryview(data).nbytes
-        if size > MAX_SIDECAR_BYTES:
-            raise UsageError(
-                f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep larger data "
-                "in checkpoints of your own"
-            )
-        found[name] = bytes(data)
-    return found

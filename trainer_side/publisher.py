@@ -22,8 +22,6 @@ from trainer_side.model.module import ModelLike, live_tensors
 from trainer_side.options import (
     MakeOptions,
     PublisherOptions,
-    SidecarData,
-    check_version,
     set_log_format,
     takes_options,
 )
@@ -32,7 +30,7 @@ from trainer_side.ranks.given_parts import GivenParts
 from trainer_side.result import NEVER, Deadline, PublisherStatus, PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
-from trainer_side.session import PublishSession, agreed_options, ranks_of
+from trainer_side.session import PublishSession, SidecarData, agreed_options, check_version, ranks_of
 from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket

@@ -1,5 +1,8 @@
 """``PublishSession``: compare, hand over to the background thread, wait. ``agreed_options``: of all ranks."""
 
+import math
+import operator
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +18,7 @@ from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.module import ModelLike
-from trainer_side.options import Budget, Gate, PublisherOptions, SidecarData, check_step, checked_sidecars
+from trainer_side.options import Budget, Gate, PublisherOptions
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, RankGroups, check_same, rank_in_world
 from trainer_side.ranks.shard_parts import needs_ranks
 from trainer_side.result import (
@@ -31,6 +34,8 @@ from trainer_side.result import (
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import UncertainError
 from vllm_delta_sync.errors import DeltaSyncError, GateError, PublishError, PublishTimeoutError, StoreError, UsageError
+from vllm_delta_sync.format.base_document import FILE_NAME
+from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.trust import Keyring
@@ -39,6 +44,7 @@ from vllm_delta_sync.units import listed
 logger = guarded_logger(__name__)
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+SidecarData = bytes | bytearray | memoryview
 Sidecars = Mapping[str, SidecarData] | None
 _Value = TypeVar("_Value")
 _Job = TypeVar("_Job", bound=BackgroundJob)
@@ -625,3 +631,54 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], PublisherOptions])
     if not ranks.is_rank0:
         options.keyring = Keyring(trusted)
     return options
+
+
+# Arguments
+
+
+def check_step(step: int) -> int:
+    """Return the optimizer step as an int; raise UsageError if it is invalid."""
+    return _checked("step", step, 2**53, "the optimizer step as an integer from 0 to 2^53 - 1")
+
+
+def check_version(version: int) -> int:
+    """Return a version number as an int; raise UsageError if it is invalid."""
+    return _checked("version", version, math.inf, "the number of a version")
+
+
+def _checked(name: str, value: int, below: float, wanted: str) -> int:
+    """Return the value of an integer of any kind, such as numpy's; raise UsageError for anything else."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < below:
+        raise UsageError(f"{name} is {value!r}; give {wanted}")
+    return number
+
+
+def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
+    """Return name → bytes, copied so that later writes by the caller have no effect."""
+    if sidecars is None:
+        return {}
+    if not isinstance(sidecars, Mapping):
+        raise UsageError(f"sidecars is a {type(sidecars).__name__}; give a mapping of names to bytes, or None")
+    if len(sidecars) > MAX_SIDECARS:
+        raise UsageError(f"sidecars has {len(sidecars)} entries; give at most {MAX_SIDECARS}, and join small ones")
+    found: dict[str, bytes] = {}
+    for name, data in sidecars.items():
+        if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+            raise UsageError(
+                f"sidecar name {str(name)[:120]!r} is invalid; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a "
+                "letter or a digit"
+            )
+        if not isinstance(data, SidecarData):
+            raise UsageError(f"sidecar {name!r} is a {type(data).__name__}; give bytes, such as torch.save writes")
+        size = memoryview(data).nbytes
+        if size > MAX_SIDECAR_BYTES:
+            raise UsageError(
+                f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep larger data "
+                "in checkpoints of your own"
+            )
+        found[name] = bytes(data)
+    return found
