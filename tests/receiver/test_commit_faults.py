@@ -23,7 +23,7 @@ from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
-from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
+from vllm_delta_sync.engine.commit.transaction import all_hold, common_version
 from vllm_delta_sync.engine.follow import identify
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.routing import all_indices
+from vllm_delta_sync.engine.follow.rank_group import prove_ownership
 from vllm_delta_sync.engine.model.route import Region, coalesce, find_overlap, split_regions
 from vllm_delta_sync.engine.model.route_map import fingerprint_in_place, fingerprint_via_copy
-from vllm_delta_sync.engine.model.shard_ownership import prove_ownership
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

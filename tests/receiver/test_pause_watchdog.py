@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.support.engine_cores import EngineCore
-from vllm_delta_sync.engine.commit.agreement import common_version
+from vllm_delta_sync.engine.commit.transaction import common_version
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.version_labels import plain_label
 from vllm_delta_sync.engine.core import pause_watchdog

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.world import World
-from vllm_delta_sync.engine.commit.agreement import common_version
 from vllm_delta_sync.engine.commit.apply import ENTRIES, FINGERPRINT_BYTES, UndoEntry, UndoLog
+from vllm_delta_sync.engine.commit.transaction import common_version
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert, unwrap
 from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError

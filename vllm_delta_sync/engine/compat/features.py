@@ -5,7 +5,7 @@ would reach weights of other engines (``check_features``); and if ranks could no
 A vLLM that lacks a name of ``NEEDED`` is refused by that name.
 
 How weights are cut over tensor, pipeline and expert parallel ranks, and copied over data parallel engines, plays no
-part here: every rank traces its own loader, and ``shard_ownership`` proves that together they hold every tensor. What
+part here: every rank traces its own loader, and ``prove_ownership`` proves that together they hold every tensor. What
 that proof assumes is checked: every rank can be called, all can be paused together, and nothing else moves their
 weights.
 """

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
+from vllm_delta_sync.engine.commit.transaction import all_hold, common_version
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import wrap_method

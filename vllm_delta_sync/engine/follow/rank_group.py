@@ -1,17 +1,23 @@
-"""``RankGroup`` runs operations on all ranks of an engine, and combines what they measured."""
+"""``RankGroup`` runs operations on all ranks of an engine, and combines what they measured.
+
+``prove_ownership`` proves that the ranks together hold every checkpoint tensor whole, each element counted once: under
+tensor parallelism a rank loads slices; norms, biases and key/value heads may lie on several ranks. Each rank reports
+the source regions of its routes. The regions of two ranks must be equal (copies, whose bits must then agree) or
+disjoint; together they must cover the whole tensor, or none of it.
+"""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.commit.agreement import same_declared
 from vllm_delta_sync.engine.commit.transaction import EnginePort
-from vllm_delta_sync.engine.model.shard_ownership import Ownership, prove_ownership
+from vllm_delta_sync.engine.model.route import Region, find_overlap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
 from vllm_delta_sync.engine.protocol import A, BackgroundRequest, ClaimedVersion, Identified, RankState, Scanned, unwrap
-from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.errors import EngineError, ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
@@ -20,6 +26,95 @@ POLL_SHORTEST_S = 0.001
 POLL_LONGEST_S = 0.02
 STAGE_SECONDS = 1800.0
 """Staging or a rescan that takes longer than this is reported as hanging."""
+
+_find_overlap = lru_cache(maxsize=256)(find_overlap)
+"""Cached: layers repeat, so the same shapes are cut in the same way many times."""
+DUPLICATE = -1
+"""Group number of a route whose region another route of the rank already counts."""
+Slots = list[list[int]]
+"""Per tensor id, per route of one rank: which of the tensor's distinct regions the route loads."""
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which ranks hold which regions.
+
+    Attributes:
+        slots: per rank.
+        holders: per tensor id, per distinct region: the ranks that hold it, ascending. Empty for a tensor that no
+            rank loads.
+        members: per group id: the ranks of the group. A group is a set of ranks that hold copies of the same region.
+    """
+
+    table: TensorTable
+    slots: list[Slots]
+    holders: list[list[tuple[int, ...]]]
+    members: list[tuple[int, ...]]
+
+    def groups(self, rank: int) -> list[list[int]]:
+        """Return, per tensor id and route of a rank, the group that holds the route's region; DUPLICATE if an earlier
+        route of the rank loads the same region."""
+        ids = {ranks: position for position, ranks in enumerate(self.members)}
+        found = []
+        for holders, slots in zip(self.holders, self.slots[rank], strict=True):
+            found.append([DUPLICATE if slot in slots[:at] else ids[holders[slot]] for at, slot in enumerate(slots)])
+        return found
+
+    def is_loaded(self, tensor: int) -> bool:
+        """Return whether any rank holds the tensor."""
+        return bool(self.holders[tensor])
+
+    def combine(self, tensor: int, measured: Sequence[Sequence[Fingerprint]]) -> Fingerprint | None:
+        """Return a whole tensor's fingerprint from each rank's measurements per route; None if copies differ."""
+        found: dict[int, Fingerprint] = {}
+        for rank, fingerprints in enumerate(measured):
+            for slot, value in zip(self.slots[rank][tensor], fingerprints, strict=True):
+                if found.setdefault(slot, value) != value:
+                    return None
+        return sum(found.values(), Fingerprint())
+
+    def combine_groups(self, measured: Sequence[dict[int, Fingerprint]]) -> Fingerprint | None:
+        """Return the total of all ranks' measurements per group, each element once; None if copies differ."""
+        total = Fingerprint()
+        for group, ranks in enumerate(self.members):
+            values = {measured[rank].get(group, Fingerprint()) for rank in ranks}
+            if len(values) > 1:
+                return None
+            total += values.pop()
+        return total
+
+
+def prove_ownership(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) -> Ownership:
+    """Prove that ranks hold every tensor whole or not at all, and return which ranks hold what.
+
+    Args:
+        regions: per rank, per tensor id: the source region of each of the rank's routes.
+
+    Raises:
+        ModelError: a tensor is held in part, or two ranks' parts overlap without being the same.
+    """
+    slots: list[Slots] = [[] for _ in regions]
+    holders: list[list[tuple[int, ...]]] = []
+    for tensor, spec in enumerate(table):
+        found: dict[Region, list[int]] = {}
+        for rank, rank_regions in enumerate(regions):
+            for region in rank_regions[tensor]:
+                ranks = found.setdefault(region, [])
+                if rank not in ranks[-1:]:
+                    ranks.append(rank)
+        order = {region: slot for slot, region in enumerate(found)}
+        for rank, rank_regions in enumerate(regions):
+            slots[rank].append([order[region] for region in rank_regions[tensor]])
+        holders.append([tuple(ranks) for ranks in found.values()])
+        if _find_overlap(tuple(found)) is not None:
+            raise ModelError(f"two ranks load parts of tensor {spec.name!r} that overlap without being the same")
+        covered = sum(region.numel for region in found)
+        if found and covered != spec.numel:
+            raise ModelError(
+                f"only {covered} of {spec.numel} elements of tensor {spec.name!r} are loaded, over all ranks"
+            )
+    members = sorted({ranks for of_tensor in holders for ranks in of_tensor})
+    return Ownership(table, slots, holders, members)
 
 
 @dataclass
@@ -127,12 +222,15 @@ class RankGroup:
 
     def _staged(self, request: BackgroundRequest[protocol.Staged], rescan: list[int]) -> StagedUpdate:
         answers = self.run_operation(request)
-        self._declared = same_declared(answers)
+        declared = {answer.declared for answer in answers}
+        if len(declared) != 1:
+            raise EngineError(f"ranks staged different changes: {', '.join(sorted(map(Fingerprint.hex, declared)))}")
+        self._declared = declared.pop()
         return StagedUpdate(
             ms={name: max(answer.ms[name] for answer in answers) for name in answers[0].ms},
             elements=sum(answer.elements for answer in answers),
             store=[answer.store for answer in answers],
-            mismatching=self._mismatching_names(rescan, [answer.rescanned for answer in answers]),
+            mismatching=self._compare(rescan, [answer.rescanned for answer in answers])[1],
         )
 
     def matches_declared(self, answers: Sequence[protocol.Committed]) -> bool:
@@ -146,36 +244,25 @@ class RankGroup:
             the sum of their fingerprints (None if copies differ), where tensors that no rank loads count as declared;
             and the names of those that differ.
         """
-        answers = self.run_operation(protocol.Scan(tensors))
-        return self._sum(tensors, answers), self._mismatching_names(tensors, answers)
+        return self._compare(tensors, self.run_operation(protocol.Scan(tensors)))
 
     def describe(self) -> list[RankState]:
         """Return what each rank holds."""
         return unwrap(self._port.call(protocol.Describe()))
 
-    def _combined(self, tensor: int, answers: list[Scanned]) -> Fingerprint | None:
+    def _compare(self, tensors: list[int], answers: list[Scanned]) -> tuple[Fingerprint | None, list[str]]:
+        """As ``scan``, for tensors that the ranks have scanned."""
         ownership = self._known_ownership()
-        if not ownership.is_loaded(tensor):
-            return answers[0].expected[tensor]
-        return ownership.combine(tensor, [answer.measured[tensor] for answer in answers])
-
-    def _sum(self, tensors: Iterable[int], answers: list[Scanned]) -> Fingerprint | None:
-        total = Fingerprint()
+        total: Fingerprint | None = Fingerprint()
+        differing = {name for answer in answers for name in answer.dead}
         for tensor in tensors:
-            value = self._combined(tensor, answers)
-            if value is None:
-                return None
-            total += value
-        return total
-
-    def _mismatching_names(self, tensors: Iterable[int], answers: list[Scanned]) -> list[str]:
-        table = self._known_ownership().table
-        found = {name for answer in answers for name in answer.dead}
-        for tensor in tensors:
-            value = self._combined(tensor, answers)
-            if value is None or any(answer.expected[tensor] != value for answer in answers):
-                found.add(table[tensor].name)
-        return sorted(found)
+            value: Fingerprint | None = answers[0].expected[tensor]
+            if ownership.is_loaded(tensor):
+                value = ownership.combine(tensor, [answer.measured[tensor] for answer in answers])
+            if any(answer.expected[tensor] != value for answer in answers):
+                differing.add(ownership.table[tensor].name)
+            total = None if total is None or value is None else total + value
+        return total, sorted(differing)
 
     def _known_ownership(self) -> Ownership:
         if self.ownership is None:

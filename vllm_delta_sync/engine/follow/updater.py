@@ -7,8 +7,13 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
-from vllm_delta_sync.engine.commit.transaction import EnginePort, FingerprintMismatchError, Transaction
+from vllm_delta_sync.engine.commit.transaction import (
+    EnginePort,
+    FingerprintMismatchError,
+    Transaction,
+    all_hold,
+    describe_ranks,
+)
 from vllm_delta_sync.engine.compat.write_hooks import WAKE
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger

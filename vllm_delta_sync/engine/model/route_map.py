@@ -28,7 +28,7 @@ class RouteMap:
         destinations: storages, referred to by position.
         routes: per tensor id; empty for tensors that this rank does not load.
         groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
-            ``RankWorker.set_version`` sets what ``shard_ownership.py`` found.
+            ``RankWorker.set_version`` sets what ``prove_ownership`` found.
         loaded: per tensor id: whether any rank writes it; until ``set_version``, whether this rank does.
         reload_units: units of the tensors that the model computes with, whose routes lead to host copies; None if there
             are none.
