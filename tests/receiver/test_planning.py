@@ -20,7 +20,7 @@ from tests.support.seeds import seeds
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
+from vllm_delta_sync.engine.planning.run_history import ancestry, connect_runs
 from vllm_delta_sync.engine.protocol import ClaimedVersion, Describe, unwrap
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import (

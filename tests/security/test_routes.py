@@ -32,7 +32,7 @@ from tests.support.web import (
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.api import access, routes
 from vllm_delta_sync.engine.api.access import MAX_BODY_BYTES
-from vllm_delta_sync.engine.planning.lineage import ancestry
+from vllm_delta_sync.engine.planning.run_history import ancestry
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.base_document import dump_canonical
 

@@ -5,9 +5,15 @@ from collections.abc import Callable, Iterator
 from vllm_delta_sync.engine.follow.rank_group import HeldWeights, RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
-from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connect_runs, open_expected_run
-from vllm_delta_sync.engine.planning.run_history import History, version_0_of
+from vllm_delta_sync.engine.planning.run_history import (
+    History,
+    RunVersion,
+    WeightPosition,
+    ancestry,
+    connect_runs,
+    open_expected_run,
+    version_0_of,
+)
 from vllm_delta_sync.engine.protocol import ClaimedVersion, Identify
 from vllm_delta_sync.errors import (
     ChainError,

@@ -15,7 +15,8 @@ from typing import Any
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.model.route import Region, find_overlap
-from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
+from vllm_delta_sync.engine.planning.run_history import WeightPosition
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.protocol import A, BackgroundRequest, ClaimedVersion, Identified, RankState, Scanned, unwrap
 from vllm_delta_sync.errors import EngineError, ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint

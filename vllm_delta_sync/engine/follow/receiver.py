@@ -17,8 +17,7 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import ACTING, STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
-from vllm_delta_sync.engine.planning.run_history import History
+from vllm_delta_sync.engine.planning.run_history import History, WeightPosition
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import (

@@ -21,9 +21,8 @@ from vllm_delta_sync.engine.model.weight_memory import ASLEEP
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import State
 from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
-from vllm_delta_sync.engine.planning.run_history import History
-from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
+from vllm_delta_sync.engine.planning.run_history import History, WeightPosition
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlan, UpdatePlanner
 from vllm_delta_sync.engine.protocol import ClearExternalWrite, Commit, Confirm, RankState, Revert, unwrap
 from vllm_delta_sync.errors import (
     BusyError,

@@ -18,7 +18,7 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.readiness import Answer, lag_to_target, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State
-from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest

@@ -1,19 +1,53 @@
-"""``History`` reads the run that a receiver follows: its head, its manifests, and the runs it branches from."""
+"""``History`` reads the run that a receiver follows: its head, its manifests, and the runs it branches from.
+
+Paths lead across branches: version 0 of a branch is a version of its source run, so deltas lead from one to the other.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
-from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, StoreError
+from vllm_delta_sync.errors import DataError, DeltaSyncError, ExpiredError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.run_reader import parse_target
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.trust import Keyring
+
+MAX_DEPTH = 64
+"""Maximum depth of branches of branches that are followed to their source."""
+
+
+class RunVersion(NamedTuple):
+    """A version of a run."""
+
+    run: Run
+    version: int
+
+
+class RunSegment(NamedTuple):
+    """From one version of a run to another."""
+
+    run: Run
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class WeightPosition:
+    """A version of a run: what the ranks hold."""
+
+    run: Run
+    manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
 
 
 class History:
@@ -197,3 +231,75 @@ def version_0_of(run: Run) -> tuple[Manifest, list[Fingerprint]]:
     if missing is not None:
         raise NotFoundError(f"version 0 has no fingerprint for tensor {missing!r}")
     return first, [Fingerprint.from_hex(declared[spec.name]) for spec in run.table]
+
+
+def ancestry(run: Run, version: int) -> list[RunVersion]:
+    """Return a version, and the versions of source runs that its run descends from, youngest first.
+
+    Ends where a source is missing, has other tensors, or lies in another kind of store. The source's URL is untrusted
+    data of the bucket and must not choose the protocol that this server speaks. It may name any local directory: what
+    is read there is a run, or is refused.
+
+    Raises:
+        StoreError: the store failed. NotFoundError, FormatError, ChainError: a run has no good version 0.
+    """
+    found = [RunVersion(run, version)]
+    while len(found) < MAX_DEPTH:
+        first = run.manifest(0)
+        if first.base is None or first.base.run is None or first.base.version is None:
+            break
+        try:
+            source = run.open_source(first)
+        except (DataError, UsageError) as error:
+            logger.warning("cannot use the run that run %s branches from: %s", run.info.run, error.message)
+            break
+        if source.table.digest != run.table.digest or any(source.info.run == known.run.info.run for known in found):
+            source.close()
+            break
+        found.append(RunVersion(source, first.base.version))
+        run = source
+    return found
+
+
+def connect_runs(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment] | None:
+    """Return the segments that lead from the first version of one ancestry to the first of another; None if none do.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    for up, point in enumerate(held):
+        for down, other in enumerate(wanted):
+            if point.run.info.run == other.run.info.run:
+                return [
+                    *(RunSegment(run, version, 0) for run, version in held[:up]),
+                    RunSegment(other.run, point.version, other.version),
+                    *(RunSegment(run, 0, version) for run, version in reversed(wanted[:down])),
+                ]
+    if not held or not wanted or not _have_same_start(held[-1].run, wanted[-1].run):
+        return None
+    return [
+        *(RunSegment(run, version, 0) for run, version in held),
+        *(RunSegment(run, 0, version) for run, version in reversed(wanted)),
+    ]
+
+
+def _have_same_start(one: Run, other: Run) -> bool:
+    """Return whether two runs begin with the same weights, for example of one public model."""
+    if one.table.digest != other.table.digest:
+        return False
+    try:
+        return one.manifest(0).fingerprint == other.manifest(0).fingerprint
+    except DataError:
+        return False
+
+
+def open_expected_run(url: str, run_id: str, keyring: Keyring, store: StoreOptions | None = None) -> Run | None:
+    """Return the run at a URL, if it has the id, is readable, and is signed as the keyring requires; else None."""
+    try:
+        run = open_run(url, keyring, store)
+    except DeltaSyncError:
+        return None
+    if run.info.run != run_id:
+        run.close()
+        return None
+    return run

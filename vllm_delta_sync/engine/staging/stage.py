@@ -20,7 +20,7 @@ from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
 from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view, signed_view, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
-from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.protocol import set_failed_step
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.reconstruct import restore_version
