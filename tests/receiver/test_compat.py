@@ -132,7 +132,7 @@ core/ports.py | a hanging engine is not ended
 core/pause_watchdog.py | CORE
     vllm.v1.engine: EngineCoreRequestType.WAKEUP
     vllm.v1.core.sched.scheduler: Scheduler.set_pause_state
-core/rank_calls.py | CALLS
+core/executors.py | CALLS
     vllm.v1.executor.multiproc_executor: FutureWrapper(futures_queue, get_response); MultiprocExecutor.is_failed;
         MultiprocExecutor.collective_rpc(method, timeout, args)
     vllm.distributed.device_communicators.shm_broadcast: MessageQueue.enqueue(obj); MessageQueue.dequeue(timeout)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_delta_sync.engine.core import executors, rank_calls
+from vllm_delta_sync.engine.core import executors
 from vllm_delta_sync.errors import EngineError
 
 NUMBER = 17
@@ -50,9 +50,8 @@ def rank() -> Rank:
     return Rank()
 
 
-def read(rank: Rank, seconds: float | None) -> Any:
-    deadline = None if seconds is None else time.monotonic() + seconds
-    return rank_calls._read_answer(rank.queue, 0, NUMBER, deadline)
+def read(rank: Rank, seconds: float) -> Any:
+    return executors._read_answer(rank.queue, 0, NUMBER, time.monotonic() + seconds)
 
 
 def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank) -> None:
@@ -60,14 +59,14 @@ def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank) -> None:
     rank.fails("an earlier call")
     rank.answers(NUMBER - 1, version=2)
     rank.answers(NUMBER, version=3)
-    assert read(rank, None) == {"call": NUMBER, "version": 3}
+    assert read(rank, 30) == {"call": NUMBER, "version": 3}
 
 
 def test_a_failure_of_the_call_itself_ends_the_wait(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before, it was dropped as an earlier call's, and the answer waited for without an end."""
-    monkeypatch.setattr(rank_calls, "FAILURE_SECONDS", 0.05)
+    monkeypatch.setattr(executors, "FAILURE_SECONDS", 0.05)
     rank.fails("AttributeError: no delta_sync_call")
     with pytest.raises(
         EngineError, match="rank 0 failed outside of its rank worker: AttributeError: no delta_sync_call"
@@ -84,9 +83,9 @@ def test_no_answer_at_all_is_a_timeout(rank: Rank) -> None:
 def test_an_executor_of_another_kind_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [{"call": NUMBER}, {"call": NUMBER - 1}]
     executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
-    monkeypatch.setattr(rank_calls, "next_number", lambda: NUMBER)
+    monkeypatch.setattr(executors, "_numbers", iter([NUMBER]))
     with pytest.raises(EngineError, match="rank 1 answered another call"):
-        rank_calls.call_executor(executor, b"", None)
+        executors.call_executor(executor, b"", 1.0)
 
 
 # Ranks on other nodes

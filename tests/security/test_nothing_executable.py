@@ -116,11 +116,11 @@ def test_the_scan_sees() -> None:
 
 def test_what_is_sent_to_ranks_is_plain() -> None:
     """The one method that ranks are asked for is a name, and it takes bytes and a number."""
-    from vllm_delta_sync.engine.core import rank_calls
+    from vllm_delta_sync.engine.core import executors
     from vllm_delta_sync.engine.worker import worker_extension as worker
 
-    assert isinstance(rank_calls.RANK_METHOD, str)
+    assert isinstance(executors.RANK_METHOD, str)
     extension = next(
-        cls for cls in vars(worker).values() if isinstance(cls, type) and hasattr(cls, rank_calls.RANK_METHOD)
+        cls for cls in vars(worker).values() if isinstance(cls, type) and hasattr(cls, executors.RANK_METHOD)
     )
-    assert callable(getattr(extension, rank_calls.RANK_METHOD))
+    assert callable(getattr(extension, executors.RANK_METHOD))

@@ -69,7 +69,7 @@ vllm_delta_sync/engine/model/route_kernels.py: receiver/test_patch_routing
 vllm_delta_sync/engine/model/route_map.py: receiver/test_follow receiver/test_commit_faults receiver/test_ownership
 vllm_delta_sync/engine/compat/caches.py: receiver/test_caches
 vllm_delta_sync/engine/core/pause_watchdog.py: receiver/test_pause_watchdog receiver/test_compat
-vllm_delta_sync/engine/core/rank_calls.py: receiver/test_rank_calls
+vllm_delta_sync/engine/core/executors.py: receiver/test_rank_calls
 """
 CORE = {
     module: [f"{suite}.py" for suite in suites.split()]

@@ -6,12 +6,12 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``entrypoints/plugin.py``              entries in two registries; wraps a method of engine cores, in every process
 ``core/pause_watchdog.py``             adds methods to an engine core; wraps its pause, loop and end; the scheduler's
                                        pause state, and callbacks that wait for an idle engine
-``core/rank_calls.py``                 the multiprocessing executor's queues
 ``core/engine_shutdown.py``            wraps the end of an engine's client
 ``compat/version_labels.py``           wraps ``get_weight_version`` of a client, and ``process_outputs`` of its output
                                        processor
 ``compat/caches.py``                   an engine core's caches: their keys, and what drops them
-``core/executors.py``                  wraps the loop of a worker; the sockets of queues to other nodes
+``core/executors.py``                  the multiprocessing executor's queues, and their sockets to other nodes; wraps
+                                       the loop of a worker
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/tied_head.py``                keeps output heads untied that equal the embedding; unties them in replicas
 ``compat/speculation.py``              the model that drafts on a worker, and what it was loaded from

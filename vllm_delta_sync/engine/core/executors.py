@@ -1,5 +1,6 @@
-"""What this package assumes of the executor that runs an engine's ranks, and how an engine on several nodes ends as
-one.
+"""``call_executor`` sends a request to every rank of an engine; what this package assumes of the executor for that.
+
+An engine on several nodes ends as one, by ``end_with_other_nodes`` and ``install``.
 
 vLLM's executors: ``mp`` (``MultiprocExecutor``, on one node, or on several with ``--nnodes``), ``ray``
 (``RayExecutorV2``, which has its queues), ``old ray`` (``RayDistributedExecutor``, with
@@ -7,10 +8,10 @@ vLLM's executors: ``mp`` (``MultiprocExecutor``, on one node, or on several with
 and who gives it:
 
 1.  A call reaches every rank on every node and brings one answer of each, in the order of ranks:
-    ``rank_calls.call_executor``, ``ServerEnginePort._call_ranks``. All four; ``external_launcher`` does not, and
+    ``call_executor``, ``ServerEnginePort._call_ranks``. All four; ``external_launcher`` does not, and
     ``features.check_layout`` refuses it.
-2.  An answer can be told from one to an earlier call: ``rank_calls.check_numbers``. All, because answers are numbered.
-3.  The answers after a failed call can be read on: ``rank_calls._read_answer``. ``mp`` and ``ray`` by their queues;
+2.  An answer can be told from one to an earlier call: ``call_executor``. All, because answers are numbered.
+3.  The answers after a failed call can be read on: ``_read_answer``. ``mp`` and ``ray`` by their queues;
     the others keep no answer for later.
 4.  Calls and steps run on one thread of a worker, in the order in which they were made: ``RankWorker.commit`` works on
     the stream of that thread. All but ``old ray``, whose steps have another thread; there 5 must suffice.
@@ -31,16 +32,85 @@ and who gives it:
 docs/layouts.md ("Several nodes") says what happens where one does not hold.
 """
 
+import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.errors import EngineError
 
 EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
+FAILURE_SECONDS = 60.0
+"""How long to wait for an answer after a rank reported a failure, which may belong to an earlier call. Calls are short:
+long operations run in the rank's background thread."""
+RANK_METHOD = "delta_sync_call"
+"""Method of ``WorkerExtension`` that receives calls."""
+_numbers = itertools.count(time.time_ns())
+"""For calls; answers carry them. Unique among all processes that call these ranks."""
+
+
+def call_executor(executor: Any, request: bytes, timeout_s: float) -> list[bytes]:
+    """Send an encoded request to every rank of an executor; returns encoded answers in the order of ranks.
+
+    Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
+    it; they stay in their queues, and every later call gets the previous call's answer from those ranks. Symptom: after
+    any failed call under tensor parallelism, ranks answer the wrong call from then on. This function drops answers to
+    other calls. Remove when: the executor reads all answers before it raises.
+
+    Raises:
+        TimeoutError: a rank does not answer in time. EngineError: a rank failed in the call; or it answered another
+            call, and this executor has no queues to read on from.
+    """
+    number = next(_numbers)
+    if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
+        found = executor.collective_rpc(RANK_METHOD, timeout=timeout_s, args=(request, number))
+        for rank, answer in enumerate(found):
+            if not isinstance(answer, dict) or answer.get("call") != number:
+                raise EngineError(
+                    f"rank {rank} answered another call: an earlier one failed on another rank, and vLLM does not "
+                    "recover from that; start the engine again"
+                )
+        return [answer["answer"] for answer in found]
+    if executor.is_failed:
+        raise EngineError("the engine's workers are gone")
+    from vllm.v1.executor.multiproc_executor import FutureWrapper
+
+    deadline = time.monotonic() + timeout_s
+    executor.rpc_broadcast_mq.enqueue((RANK_METHOD, (request, number), {}, None))
+
+    def read() -> list[bytes]:
+        queues = enumerate(executor.response_mqs)
+        return [_read_answer(queue, rank, number, deadline)["answer"] for rank, queue in queues]
+
+    # In the executor's order: steps under way have answers in these queues too.
+    answers: list[bytes] = FutureWrapper(executor.futures_queue, get_response=read).result()
+    return answers
+
+
+def _read_answer(queue: Any, rank: int, number: int, deadline: float) -> dict[str, Any]:
+    """One rank's answer to the call of that number. A failure carries no number: it may belong to an earlier call whose
+    answer is still in the queue, or to this call, which then gets no other answer."""
+    failure: str | None = None
+    while True:
+        try:
+            status, result = queue.dequeue(timeout=max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if failure is None:
+                raise
+            raise EngineError(f"rank {rank} failed outside of its rank worker: {failure}") from None
+        if isinstance(result, dict) and result.get("call") == number:
+            return result
+        if getattr(status, "name", "").startswith("FAILURE"):
+            failure = str(result)
+            deadline = min(deadline, time.monotonic() + FAILURE_SECONDS)
+            logger.warning("rank %d reported a failure, of this call or an earlier one: %s", rank, failure)
+            continue
+        logger.warning("dropped an answer of rank %d to an earlier call, which had failed on another rank", rank)
 
 
 def end_with_other_nodes(executor: Any, end: Callable[[str], None]) -> None:

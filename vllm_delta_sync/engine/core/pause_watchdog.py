@@ -25,14 +25,12 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import wrap_method
 from vllm_delta_sync.engine.core import executors
-from vllm_delta_sync.engine.core.rank_calls import call_executor
+from vllm_delta_sync.engine.core.executors import call_executor
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
 from vllm_delta_sync.errors import SettingsError, WeightsLostError
 from vllm_delta_sync.settings import Settings, client_settings
 
-STEP_TIMEOUT_S = 300
-"""vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, for a release that has no such variable."""
 RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
 NOT_PAUSED = -1
@@ -156,7 +154,7 @@ class PauseWatchdog:
         not answer for as long as vLLM waits for a step."""
         from vllm import envs
 
-        limit_s = float(getattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", STEP_TIMEOUT_S))
+        limit_s = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         try:
             return call_executor(self._engine.model_executor, request, limit_s)
         except TimeoutError:
