@@ -94,8 +94,8 @@ def follow(case: str, root: Path) -> dict[str, Any]:
     """Publish and follow all versions, and one back; return what was seen."""
     from trainer_side import Publisher
     from vllm_delta_sync import open_run
-    from vllm_delta_sync.engine.compat.tied_head import TiedHead
     from vllm_delta_sync.engine.follow.receiver import Receiver
+    from vllm_delta_sync.engine.model.tied_head import TiedHead
     from vllm_delta_sync.engine.worker.rank_worker import RankWorker
     from vllm_delta_sync.maintenance.export import export
     from vllm_delta_sync.settings import Settings
@@ -109,7 +109,7 @@ def follow(case: str, root: Path) -> dict[str, Any]:
     choose()
     served = vllm_side.worker_model(worker, config)
     port = ModulePort()
-    port.ranks = [RankWorker(served, 0, str(base), tie_rule=TiedHead(config.model_config))]
+    port.ranks = [RankWorker(served, 0, str(base), tied_head=TiedHead(config.model_config))]
     url = str(root / "run")
     receiver = Receiver(port, Settings(bucket=url))
     seen: list[dict[str, Any]] = []

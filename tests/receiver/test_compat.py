@@ -19,7 +19,8 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_delta_sync.engine.compat import features, patches, speculation, tied_head, write_hooks
+from vllm_delta_sync.engine.compat import features, patches, speculation, write_hooks
+from vllm_delta_sync.engine.model import tied_head
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
 
@@ -192,7 +193,7 @@ entrypoints/load_format.py | LOADS
 compat/load_hook.py | DERIVED
     vllm.model_executor.model_loader: base_loader.process_weights_after_loading(model, model_config, target_device)
         only
-compat/tied_head.py | HEADS
+model/tied_head.py | HEADS
     vllm.config: ModelConfig.word_embeddings_untied_by_checkpoint; ModelConfig.hf_config; ModelConfig.runner;
         ModelConfig.maybe_untie_word_embeddings
     vllm.transformers_utils.config: checkpoint_has_lm_head(model)

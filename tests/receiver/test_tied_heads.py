@@ -28,8 +28,9 @@ from tests.tools.models import vllm_side
 from tests.tools.models.reachable import differences
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.compat.tied_head import TiedHead, kept_untied
+from vllm_delta_sync.engine.compat.load_hook import kept_untied
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import DeltaSyncError
@@ -105,7 +106,7 @@ class Site:
         if retie:
             maybe_retie_word_embeddings(self.model, config)
         port = ModulePort()
-        port.ranks = [RankWorker(self.model, 0, str(self.folder), tie_rule=TiedHead(config))]
+        port.ranks = [RankWorker(self.model, 0, str(self.folder), tied_head=TiedHead(config))]
         self.receiver = Receiver(port, Settings(bucket=self.url))
 
     def publish(self, *changed: str, scale: float | None = None) -> None:

@@ -12,9 +12,9 @@ from tests.tools.models.checkpoints import VERSIONS, NotBuildableError, Tensors
 from tests.tools.models.drafts import Drafting, ModelAndDraft
 from tests.tools.models.reachable import differences, reachable
 from trainer_side import Publisher
-from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model.draft import Draft
+from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.protocol import A, Identified, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, ModelError
@@ -59,7 +59,7 @@ class _Port(ModulePort):
 
     def __init__(self, model: Any, config: Any, folder: Path, draft: Draft | None = None) -> None:
         super().__init__()
-        self.ranks = [RankWorker(model, 0, str(folder), tie_rule=TiedHead(config.model_config), draft=draft)]
+        self.ranks = [RankWorker(model, 0, str(folder), tied_head=TiedHead(config.model_config), draft=draft)]
         self.proof: Identified | None = None
 
     def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:

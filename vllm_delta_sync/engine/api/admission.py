@@ -84,12 +84,7 @@ class _ClientGoneError(Exception):
     """The client has closed the connection of a request that waits."""
 
 
-OUTCOMES = {
-    UsageError: "malformed",
-    UnreachableError: "unreachable",
-    VersionError: "version",
-    _ClientGoneError: "gone",
-}
+OUTCOMES = {UsageError: "malformed", UnreachableError: "unreachable", VersionError: "version", _ClientGoneError: "gone"}
 """How waiting ended, of ``metrics.OUTCOMES``; all other errors mean ``late``."""
 
 

@@ -44,11 +44,8 @@ def forget_all(worker: Any) -> None:
     this, as vLLM does after it has replaced weights.
     """
     runner = getattr(worker, "model_runner", None)
-    manager = getattr(runner, "lora_manager", None)
-    if manager is None:
-        return
-    reset = getattr(runner, "reset_lora_state", manager.remove_all_adapters)
-    reset()
+    if getattr(runner, "lora_manager", None) is not None:
+        runner.reset_lora_state()
 
 
 def manager_of(worker: Any) -> Any:

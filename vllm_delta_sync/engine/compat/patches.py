@@ -12,8 +12,9 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``compat/caches.py``                   an engine core's caches: their keys, and what drops them
 ``core/executors.py``                  the multiprocessing executor's queues, and their sockets to other nodes; wraps
                                        the loop of a worker
-``compat/load_hook.py``                records what is done to weights after loading
-``compat/tied_head.py``                keeps output heads untied that equal the embedding; unties them in replicas
+``compat/load_hook.py``                records what is done to weights after loading; keeps output heads untied that
+                                       equal the embedding
+``model/tied_head.py``                 when output heads are tied; unties them in replicas
 ``compat/speculation.py``              the model that drafts on a worker, and what it was loaded from
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
 ``compat/write_hooks.py``              wraps methods of the worker that write weights
@@ -105,18 +106,13 @@ def keep_plain_cpu_weights() -> None:
     import torch
     from vllm.model_executor.layers import utils
 
-    if getattr(utils.dispatch_cpu_unquantized_gemm, "delta_sync", False):
-        return
-    original = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch_plain(original: Callable[..., Any], layer: torch.nn.Module, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
             original(layer, remove_weight)
             return
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  typed as a submodule otherwise
 
-    dispatch_plain.delta_sync = True  # type: ignore[attr-defined]
-    utils.dispatch_cpu_unquantized_gemm = dispatch_plain
+    wrap_once(utils, "dispatch_cpu_unquantized_gemm", dispatch_plain)
 
 
 def keep_plain_cpu_int8() -> None:
@@ -138,20 +134,19 @@ def keep_plain_cpu_int8() -> None:
     except ImportError as error:
         logger.warning("models in int8 cannot be followed with this vLLM: %s", error)
         return
-    if hasattr(Kernel.apply_weights, "delta_sync"):
-        return
-    process, apply = Kernel.process_weights_after_loading, Kernel.apply_weights
 
     def is_plain(kernel: Any) -> bool:
         return bool(kernel.config.input_symmetric and not kernel.config.is_static_input_scheme)
 
-    def process_plain(self: Any, layer: Any) -> None:
+    def process_plain(original: Callable[..., Any], self: Any, layer: Any) -> None:
         if not is_plain(self):
-            process(self, layer)
+            original(self, layer)
 
-    def apply_plain(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_plain(
+        original: Callable[..., Any], self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Any:
         if not is_plain(self):
-            return apply(self, layer, x, bias)
+            return original(self, layer, x, bias)
         weight, scale = self._get_layer_params(layer)[:2]
         if scale.numel() == len(layer.logical_widths) > 1:  # one scale per fused weight
             scale = torch.repeat_interleave(scale, torch.tensor(layer.logical_widths, device=scale.device))
@@ -161,8 +156,8 @@ def keep_plain_cpu_int8() -> None:
             out.add_(bias)
         return out.to(x.dtype).view(*x.shape[:-1], -1)
 
-    apply_plain.delta_sync = True  # type: ignore[attr-defined]
-    Kernel.process_weights_after_loading, Kernel.apply_weights = process_plain, apply_plain
+    wrap_once(Kernel, "process_weights_after_loading", process_plain)
+    wrap_once(Kernel, "apply_weights", apply_plain)
 
 
 def keep_current_config(vllm_config: Any) -> None:
@@ -195,7 +190,7 @@ def keep_queries(worker: Any) -> None:
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a bound method on one instance by ``wrapper(original, *args, **kwargs)``."""
+    """Replace a method of an instance or class, or a module's function, by ``wrapper(original, *args, **kwargs)``."""
     original = getattr(owner, name)
 
     # vLLM converts the arguments of remote calls to what the signature says.
@@ -204,6 +199,13 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         return wrapper(original, *args, **kwargs)
 
     setattr(owner, name, call)
+
+
+def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """As ``wrap_method``; nothing if it has wrapped that before, in this process."""
+    if not hasattr(getattr(owner, name), "delta_sync"):
+        wrap_method(owner, name, wrapper)
+        getattr(owner, name).delta_sync = True
 
 
 def allow_list(current: str | None) -> str:

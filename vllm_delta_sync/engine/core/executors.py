@@ -38,9 +38,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
+from vllm_delta_sync.engine.compat.patches import wrap_once
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import EngineError
 
@@ -136,19 +137,14 @@ def install() -> None:
     Cause: such a worker waits for the next call forever. Symptom: an engine that is started again waits for this node,
     whose memory and port are still taken. Remove when: vLLM's workers end themselves.
     """
-    module = sys.modules.get(EXECUTOR_MODULE)
-    worker = getattr(module, "WorkerProc", None)
-    original = getattr(worker, "worker_busy_loop", None)
-    if worker is None or original is None or hasattr(original, "delta_sync"):
-        return
 
-    @wraps(original)
-    def run(self: Any) -> None:
+    def run(original: Callable[..., Any], self: Any) -> None:
         _on_disconnect(getattr(self, "rpc_broadcast_mq", None), _end_worker)
         original(self)
 
-    run.delta_sync = True  # type: ignore[attr-defined]
-    worker.worker_busy_loop = run
+    worker = getattr(sys.modules.get(EXECUTOR_MODULE), "WorkerProc", None)
+    if hasattr(worker, "worker_busy_loop"):
+        wrap_once(worker, "worker_busy_loop", run)
 
 
 def _end_worker() -> None:

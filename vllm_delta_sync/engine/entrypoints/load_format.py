@@ -14,10 +14,10 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.engine.compat import tied_head
 from vllm_delta_sync.engine.compat.speculation import is_draft, same_folder
 from vllm_delta_sync.engine.follow.standing_orders import peek_order
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model import tied_head
 from vllm_delta_sync.engine.model.model_with_draft import load_weights
 from vllm_delta_sync.engine.names import LOAD_FORMAT
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead

@@ -68,15 +68,7 @@ def serve_command(
     if model is None:
         model, from_run = _model_of_run(chosen, vllm_args)
         vllm_args = from_run + vllm_args
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        model,
-        EXTENSION_FLAG,
-        WORKER_EXTENSION,
-    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, EXTENSION_FLAG, WORKER_EXTENSION]
     return environment, command + vllm_args
 
 

@@ -70,18 +70,16 @@ class HeartbeatWriter:
             content = self._content()
             if content == self._last_content and not self._failed and time.monotonic() < self._due:
                 return False
-            self._due = time.monotonic() + self._seconds / 3
             # Before the write: one that fails may have reached the bucket, and must be ended too.
             self._last_content = content
             write_heartbeat(content[0], self._id, seconds=self._seconds, **content[1])
+            self._failed = False
         except DeltaSyncError as error:
-            self._due = time.monotonic() + self._seconds / 3
             if not self._failed:
-                self._failed = True
                 logger.warning("could not write the heartbeat of %r: %s", self._id, error.message)
-            return False
-        self._failed = False
-        return True
+            self._failed = True
+        self._due = time.monotonic() + self._seconds / 3
+        return not self._failed
 
     def _write_ended(self) -> None:
         """Write that this server no longer follows the run."""
@@ -101,7 +99,7 @@ class HeartbeatWriter:
         followed = receiver.history.run
         run = followed.info.run
         shown = receiver.board.document()
-        ours = receiver.served_run == run and shown["served"] is not None
+        ours, error = receiver.served_run == run and shown["served"] is not None, shown["last_error"]
         content: dict[str, Any] = {
             "served": shown["served"]["version"] if ours else None,
             "step": shown["served"]["step"] if ours else None,
@@ -113,12 +111,8 @@ class HeartbeatWriter:
             "following": shown["target"],
             "holding": shown["holding"],
             "paused": shown["state"] in ("draining", "committing"),
-            "error": None if shown["last_error"] is None else _brief(shown["last_error"]),
+            "error": error and {"kind": error["kind"], "message": error["message"][:MAX_HEARTBEAT_TEXT]},
             "pause_ms": shown["timings_ms"].get("pause"),
             "started_at": self._started_at,
         }
         return followed, content
-
-
-def _brief(error: dict[str, str]) -> dict[str, str]:
-    return {"kind": error["kind"], "message": error["message"][:MAX_HEARTBEAT_TEXT]}

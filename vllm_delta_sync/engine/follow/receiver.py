@@ -54,12 +54,7 @@ class Receiver:
         announced_version: the version that a notice named, prefetched by the next poll; None if no notice came.
     """
 
-    def __init__(
-        self,
-        port: EnginePort,
-        settings: Settings,
-        orders: StandingOrderStore | None = None,
-    ) -> None:
+    def __init__(self, port: EnginePort, settings: Settings, orders: StandingOrderStore | None = None) -> None:
         self.port = LabelKeepingPort(port)
         self._configured = settings
         self._orders = orders

@@ -28,7 +28,7 @@ from vllm_delta_sync.engine.model.reload_units import (
 )
 from vllm_delta_sync.engine.model.route import Destination, Route, find_overlap
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.model.tied_tensors import TieRule, check_left_out, fill_untied_heads
+from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
@@ -41,14 +41,14 @@ def trace_routes(
     table: TensorTable,
     load_time_bits: LoadTimeReader | None = None,
     memory: WeightMemory | None = None,
-    tie_rule: TieRule | None = None,
+    tied_head: TiedHead | None = None,
 ) -> RouteMap:
     """Trace and prove the routes of a run's tensors in a model. Writes no weight.
 
     Args:
         load_time_bits: returns the bits of tensors that the loader computes with; if None, such a model is refused.
         memory: guards the weights; None means ``WeightMemory.for_model(model)``.
-        tie_rule: when a fresh load ties the output head; None means that it does not depend on the tensors.
+        tied_head: when a fresh load ties the output head; None means that it does not depend on the tensors.
 
     Raises:
         ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
@@ -83,8 +83,8 @@ def trace_routes(
 
     def make_replica() -> Any:
         made = replicate(skeleton, MetaLeaf(skeleton))
-        if tie_rule is not None:
-            tie_rule.match(made, live)
+        if tied_head is not None:
+            tied_head.match(made, live)
         return made
 
     trace = trace_loader(make_replica(), table)
@@ -99,9 +99,9 @@ def trace_routes(
             "place, because it had none when vLLM loaded it, or an equal one: versions in which they differ could not "
             "be served; publish the draft without it (exclude=)"
         )
-    if tie_rule is not None:
-        skeleton = fill_untied_heads(trace, tie_rule, skeleton)
-        check_left_out(trace, tie_rule, make_replica)
+    if tied_head is not None:
+        skeleton = tied_head.fill_untied_heads(trace, skeleton)
+        tied_head.check_left_out(trace, make_replica)
     compiler = _Compiler(model, trace, record, memory)
     scopes = compiler.scopes()
     if scopes and load_time_bits is None:

@@ -34,7 +34,7 @@ from vllm_delta_sync.engine.model.patch import StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route import NARROW_ELEMENTS
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.model.tied_tensors import TieRule
+from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import cut_tensors
@@ -110,7 +110,7 @@ class RankWorker:
         index: position of this rank among the ranks that one call reaches.
         folder: what vLLM loaded the model from.
         draft: the model that drafts for it, if there is one.
-        tie_rule: see ``trace_routes``.
+        tied_head: see ``trace_routes``.
         routes: None until traced.
         fingerprints: per tensor id of the run: fingerprint of the whole tensor, over all ranks, at ``version``.
         version: the version of the weights; None if unknown, or if they are no version of the run followed.
@@ -128,13 +128,13 @@ class RankWorker:
         index: int = 0,
         folder: str = "",
         memory: WeightMemory | None = None,
-        tie_rule: TieRule | None = None,
+        tied_head: TiedHead | None = None,
         draft: Draft | None = None,
     ) -> None:
         self.model = model
         self.index = index
         self.folder = folder
-        self.tie_rule = tie_rule
+        self.tied_head = tied_head
         self.draft = draft
         self.run: Run | None = None
         self.routes: RouteMap | None = None
@@ -189,7 +189,7 @@ class RankWorker:
         folders = {"": self.folder} if self.draft is None else {"": self.folder, DRAFT_PREFIX: self.draft.folder}
         bits = partial(load_time_bits, self.model, folders, run, runs, self.routes)
         model = self.model if self.draft is None else self.draft.join(self.model, run.table)
-        routes = trace_routes(model, run.table, bits, self.memory, self.tie_rule)
+        routes = trace_routes(model, run.table, bits, self.memory, self.tied_head)
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()

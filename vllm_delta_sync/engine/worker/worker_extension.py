@@ -10,9 +10,9 @@ from typing import Any
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import patches, write_hooks
 from vllm_delta_sync.engine.compat.speculation import draft_of, folder_of
-from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import load_record_of
+from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.adapter_worker import AdapterWorker
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
