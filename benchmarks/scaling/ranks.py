@@ -29,7 +29,7 @@ from vllm_delta_sync.codec.merge import RollingBase
 from vllm_delta_sync.engine.commit.apply import UndoEntry, apply_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
+from vllm_delta_sync.engine.model.route_map import LiveBaseReader
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, build_patch
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec

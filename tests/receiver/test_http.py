@@ -23,7 +23,7 @@ from tests.support.web import BEARER, CHANGING, ELSEWHERE, Site, listening
 from vllm_delta_sync.engine.api import access, admission, routes
 from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, FollowerClient, LeaderServer
 from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.readiness import readiness
+from vllm_delta_sync.engine.observe.states import readiness
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.limits import MAX_VERSION
 

@@ -22,12 +22,12 @@ from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import grid
 from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, TensorView, covered_rectangles, extent
+from vllm_delta_sync.engine.model import route_map
 from vllm_delta_sync.engine.model.route import coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.model.route_map import LiveBaseReader
 from vllm_delta_sync.engine.protocol import Commit, Outcome, Poll, Progress, Revert, Staged
-from vllm_delta_sync.engine.staging import live_base
 from vllm_delta_sync.engine.staging import stage as reading
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, open_steps
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, FormatError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
@@ -315,7 +315,7 @@ def test_two_ranks_follow_by_their_own_tiles(
 def test_a_start_says_whether_a_share_ends_inside_a_tile(
     sliced: SlicedChain, rows: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_base, "SMALL_ELEMENTS", 1)
+    monkeypatch.setattr(route_map, "SMALL_ELEMENTS", 1)
     sliced.rows = rows
     with caplog.at_level(logging.WARNING, "vllm.delta_sync"):
         sliced.grow()

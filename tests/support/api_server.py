@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.support.modules import FusedModel, ModulePort
-from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, LeaderElection, error_answer
+from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, LeaderElection
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
@@ -49,4 +49,4 @@ async def _answer(controller: LeaderElection, action: str, argument: Any = None)
             return {**controller.receiver.status(), "seen": controller.receiver.served_version}
         return await asyncio.wrap_future(controller.request(action, argument))
     except DeltaSyncError as error:
-        return error_answer(error)
+        return {"error": {"kind": error.kind, "message": error.message}}

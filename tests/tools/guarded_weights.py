@@ -20,7 +20,7 @@ from tests.support.world import World
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map
-from vllm_delta_sync.engine.staging import live_base, stage
+from vllm_delta_sync.engine.staging import stage
 from vllm_delta_sync.errors import BusyError, EngineError
 
 CYCLES = 100
@@ -85,7 +85,7 @@ def stage_request(world: World) -> protocol.Stage:
 
 def main() -> None:
     # Many short pieces, so that a sleep often comes between two of them.
-    modules: list[Any] = [route_map, live_base, stage]
+    modules: list[Any] = [route_map, stage]
     for module in modules:
         module.READ_ELEMENTS = 64
     chance = random.Random(0)

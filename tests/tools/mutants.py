@@ -65,7 +65,6 @@ vllm_delta_sync/engine/model/device_batch.py: receiver/test_device_commit receiv
 vllm_delta_sync/engine/model/device_patch.py: receiver/test_device_commit receiver/test_commit
     receiver/test_commit_faults
 vllm_delta_sync/engine/model/patch.py: receiver/test_patch_routing receiver/test_commit receiver/test_tiled_codec
-vllm_delta_sync/engine/model/route_kernels.py: receiver/test_patch_routing
 vllm_delta_sync/engine/model/route_map.py: receiver/test_follow receiver/test_commit_faults receiver/test_ownership
 vllm_delta_sync/engine/compat/caches.py: receiver/test_caches
 vllm_delta_sync/engine/core/pause_watchdog.py: receiver/test_pause_watchdog receiver/test_compat

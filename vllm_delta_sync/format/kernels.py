@@ -1,4 +1,4 @@
-"""Compiled loops (numba) that fingerprint, move and exchange elements.
+"""Compiled loops (numba) that fingerprint, route, move and exchange elements.
 
 Import this module lazily: compiling takes time and loads LLVM. Arrays are flat, C-contiguous and hold bit patterns
 (``uintN`` views). Every loop releases the GIL. ``sign`` is the sign bit of a float's pattern, 0 for integers; ``mask``
@@ -390,3 +390,46 @@ def first_not_ascending(positions, counts, numels):
             previous = position
             cursor += 1
     return -1
+
+
+@_compile
+def route_elements(
+    positions, data, seed, offset, sizes, strides, target, target_strides, addresses, steps, premix,
+):  # fmt: skip
+    """Write those of a tensor's changed elements that lie in a region → (how many, whether their addresses ascend).
+
+    Args:
+        positions: (n,) int64 ascending. data: (n,) unsigned. seed: of the tensor's hashes.
+        offset, sizes, strides: of the region in the tensor; (d,) int64, by descending stride, all of them positive.
+        target, target_strides: offset and (d,) strides of where it lies in its destination.
+        addresses (int32 or int64), steps, premix (uint64): output with room for n elements.
+    """
+    # Quotients by reciprocals, since integer division takes longer. Half a unit is further from a whole number than
+    # the rounding error, for tensors below 2^50 elements.
+    reciprocals = 1.0 / strides
+    # A last dimension of neighbors needs no division.
+    divided = strides.size - 1 if strides.size and strides[-1] == 1 else strides.size
+    found = np.uint64(0)
+    before, ascending = np.int64(-1), True
+    for i in range(positions.size):
+        rest = positions[i] - offset
+        inside = rest >= 0
+        address = target
+        for dim in range(divided):
+            coordinate = np.int64((np.float64(rest) + 0.5) * reciprocals[dim])
+            rest -= coordinate * strides[dim]
+            inside &= coordinate < sizes[dim]
+            address += coordinate * target_strides[dim]
+        if divided < strides.size:
+            inside &= rest < sizes[-1]
+            address += rest * target_strides[-1]
+        else:
+            inside &= rest == 0
+        # Written always, since whether an element is inside is unpredictable; the next one overwrites it.
+        addresses[found] = address
+        steps[found] = data[i]
+        premix[found] = _premix(seed, np.uint64(positions[i]))
+        ascending &= (not inside) | (address > before)
+        before = address if inside else before
+        found += np.uint64(inside)
+    return np.int64(found), ascending

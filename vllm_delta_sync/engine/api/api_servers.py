@@ -24,7 +24,7 @@ from typing import Any
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import MOVING, ReceiverService
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe.readiness import Answer
+from vllm_delta_sync.engine.observe.states import Answer
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, error_kinds
 from vllm_delta_sync.process_folders import PREFIX, hold_folder, remove_abandoned, temporary_directory
 
@@ -212,10 +212,10 @@ class LeaderServer:
     def __init__(self, group: ApiServerGroup | None, service: ReceiverService) -> None:
         self._group = group
         self._service = service
-        self._followers: dict[asyncio.StreamWriter, tuple[int, int]] = {}
+        # Index and process of each follower, by the event that has the status sent to it.
+        self._followers: dict[asyncio.Event, tuple[int, int]] = {}
         self._answer_tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._changed_events: set[asyncio.Event] = set()
         service.receiver.server_fields = self._fields
 
     def _fields(self) -> Answer:
@@ -236,7 +236,7 @@ class LeaderServer:
         self._service.receiver.board.watch(lambda: call_soon(loop, self._notify_followers))
 
     def _notify_followers(self) -> None:
-        for changed in self._changed_events:
+        for changed in self._followers:
             changed.set()
 
     def _view(self) -> Answer:
@@ -245,12 +245,10 @@ class LeaderServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         changed = asyncio.Event()
-        changed.set()
         sender: asyncio.Task[None] | None = None
         try:
             hello = json.loads(await reader.readline())
-            self._followers[writer] = int(hello["index"]), int(hello["pid"])
-            self._changed_events.add(changed)
+            self._followers[changed] = int(hello["index"]), int(hello["pid"])
             self._notify_followers()
             sender = asyncio.create_task(self._send_views(writer, changed))
             while line := await reader.readline():
@@ -263,10 +261,9 @@ class LeaderServer:
             # The process ends. Only asyncio awaits this task, and would log the cancellation as an error.
             return
         finally:
-            self._changed_events.discard(changed)
             if sender is not None:
                 sender.cancel()
-            self._followers.pop(writer, None)
+            self._followers.pop(changed, None)
             self._notify_followers()
             writer.close()
 
@@ -283,11 +280,11 @@ class LeaderServer:
         try:
             done = self._service.request(asked["action"], asked["argument"])
             outcome: Answer = {"result": await asyncio.wrap_future(done)}
-        except DeltaSyncError as error:
-            outcome = error_answer(error)
         except Exception as error:  # the follower shows it to its client
-            logger.exception("a forwarded request failed unexpectedly")
-            outcome = error_answer(EngineError(f"unexpected {type(error).__name__}: {error}"))
+            if not isinstance(error, DeltaSyncError):
+                logger.exception("a forwarded request failed unexpectedly")
+                error = EngineError(f"unexpected {type(error).__name__}: {error}")
+            outcome = {"error": {"kind": error.kind, "message": error.message}}
         with suppress(OSError):
             # With the current view: the follower must not show an older state than the answer.
             await _write(writer, {"id": asked["id"], "view": self._view(), **outcome})
@@ -409,11 +406,6 @@ def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None
     """Make a call in an event loop, from any thread; nothing if the loop is closed."""
     with suppress(RuntimeError):  # the loop is closed: this process is ending
         loop.call_soon_threadsafe(call)
-
-
-def error_answer(error: DeltaSyncError) -> Answer:
-    """Return an error as a document, to send it to another API server."""
-    return {"error": {"kind": error.kind, "message": error.message}}
 
 
 def _encode_line(document: Answer) -> bytes:

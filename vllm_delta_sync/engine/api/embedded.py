@@ -18,7 +18,7 @@ from vllm_delta_sync.engine.compat.version_labels import hide_serials
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
-from vllm_delta_sync.engine.observe.readiness import Answer
+from vllm_delta_sync.engine.observe.states import Answer
 from vllm_delta_sync.engine.protocol import Adapter
 from vllm_delta_sync.errors import EngineError, SettingsError
 from vllm_delta_sync.settings import Settings, load_settings
@@ -261,20 +261,16 @@ class AsyncSync:
             served = self._service.receiver.served_version
             if served is not None and served >= version:
                 return self.status()
-            self._check_moves()
+            if self._closed:
+                raise EngineError(CLOSED)
+            if self._engine.errored:
+                raise EngineError("the engine has ended, see its log; make a new one, and call attach_async for it")
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 raise OverdueError(
                     f"version {version} was not served within {timeout:g} s; version {served} is, see status()"
                 )
             await asyncio.sleep(min(WAIT_STEP_SECONDS, left))
-
-    def _check_moves(self) -> None:
-        """Raise EngineError if no later version can be served any more."""
-        if self._closed:
-            raise EngineError(CLOSED)
-        if self._engine.errored:
-            raise EngineError("the engine has ended, see its log; make a new one, and call attach_async for it")
 
     async def close(self) -> None:
         """Stop following. The engine keeps the version it serves; pending calls raise EngineError.

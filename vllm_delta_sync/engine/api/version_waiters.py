@@ -1,17 +1,17 @@
 """``VersionWaiters`` wakes requests that wait for a version; one poll of the receiver serves all of them."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 
 from vllm_delta_sync.engine.api.api_servers import Serving
-from vllm_delta_sync.engine.observe.readiness import ENDING, Answer, unreachable
+from vllm_delta_sync.engine.observe.states import ENDING, Answer, unreachable
 from vllm_delta_sync.errors import BusyError
 
 STEP_SECONDS = 0.01
-UNREACHABLE_CHECK_SECONDS = 0.1
-"""Seconds between checks that a version is still reachable; the check is slower than a poll."""
+STEPS_PER_CHECK = 10
+"""Polls between checks that a version is still reachable; the check is slower than a poll."""
 
 
 class UnreachableError(BusyError):
@@ -66,28 +66,23 @@ class VersionWaiters:
 
     async def _poll(self) -> None:
         """While any request is waiting, wake those whose version is now served or has become unreachable."""
-        next_check = 0.0
-        while self._waiting:
-            checks = time.monotonic() >= next_check
+        for step in count():
+            waiting = [(version, future) for version, future in self._waiting if not future.done()]
             try:
-                status = self._status() if checks else None
-                self._resolve(self._serving().receiver.served_version, status, checks)
+                served = self._serving().receiver.served_version
+                status = self._status() if step % STEPS_PER_CHECK == 0 else None
+                for version, future in waiting:
+                    if served is not None and served >= version:
+                        future.set_result(served)
+                    elif (reason := self._objection(version, status)) is not None:
+                        future.set_exception(UnreachableError(reason))
             except Exception as error:  # noqa: BLE001  the waiting requests raise it; none may wait forever
-                for _, future in self._waiting:
+                for _, future in waiting:
                     if not future.done():
                         future.set_exception(error)
-            if checks:
-                next_check = time.monotonic() + UNREACHABLE_CHECK_SECONDS
             await asyncio.sleep(STEP_SECONDS)
-
-    def _resolve(self, served: int | None, status: Answer | None, checks: bool) -> None:
-        for version, future in self._waiting:
-            if future.done():
-                continue
-            if served is not None and served >= version:
-                future.set_result(served)
-            elif checks and (reason := self._objection(version, status)) is not None:
-                future.set_exception(UnreachableError(reason))
+            if not self._waiting:
+                return
 
     def _objection(self, version: int, status: Answer | None) -> str | None:
         if self._has_ended():

@@ -11,20 +11,18 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync.engine.api.access import answer_error
+from vllm_delta_sync.engine.api.api_servers import Serving
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.names import TRANSFER_BACKEND
-from vllm_delta_sync.engine.observe.readiness import Answer
+from vllm_delta_sync.engine.observe.states import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, UsageError, WeightsLostError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.logs import public_url
-
-if TYPE_CHECKING:
-    from vllm_delta_sync.engine.api.api_servers import Serving
 
 PUBLISH_STEP_SECONDS = 0.1
 """Seconds between polls for a version that is not published yet."""
@@ -67,7 +65,7 @@ class WeightTransferCalls:
         has_ended: returns whether the engine has died.
     """
 
-    def __init__(self, controller: "Serving", bucket: str, has_ended: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, controller: Serving, bucket: str, has_ended: Callable[[], bool] = lambda: False) -> None:
         self._controller = controller
         self._bucket = bucket
         self._has_ended = has_ended
@@ -150,13 +148,10 @@ class WeightTransferCalls:
         return OverdueError(f"{what} was not served {limit}; a running update continues, see /delta_sync/status")
 
 
-CALLS = (
-    *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update"),
-    *("start_draft_weight_update", "update_weights", "finish_weight_update", "update_weight_version"),
-)
+CALLS = tuple(name for name in vars(WeightTransferCalls) if not name.startswith("_"))
 
 
-def install(client: Any, controller: "Serving", bucket: str) -> None:
+def install(client: Any, controller: Serving, bucket: str) -> None:
     """Replace the calls of a server's client: all of them if the backend is ours, none if it is another one, and
     without a backend only the call for labels, because vLLM's other calls raise then.
 
@@ -167,8 +162,7 @@ def install(client: Any, controller: "Serving", bucket: str) -> None:
     replaced = {None: ("update_weight_version",), TRANSFER_BACKEND: CALLS}.get(backend, ())
     calls = WeightTransferCalls(controller, bucket, lambda: client.errored)
     for name in replaced:
-        if hasattr(client, name):
-            setattr(client, name, _with_http_errors(getattr(calls, name)))
+        setattr(client, name, _with_http_errors(getattr(calls, name)))
 
 
 def _with_http_errors(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -245,8 +245,3 @@ def warn_untested() -> None:
         logger.warning(
             "vllm-delta-sync was tested with vLLM %s, this is %s %s", ", ".join(TESTED_VERSIONS), name, version
         )
-
-
-def has_command_metadata() -> bool:
-    """Whether the ``vllm`` command can start: it looks up the version of a distribution named exactly vllm."""
-    return any(importlib.metadata.distributions(name="vllm"))

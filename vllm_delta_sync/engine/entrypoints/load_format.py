@@ -93,7 +93,8 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Load a model from the run; one of which the run has nothing, as ``--load-format auto`` would."""
-        if is_in_run(vllm_config, model_config) or (is_draft(model_config) and self._has_draft):
+        has_draft = is_draft(model_config) and any(spec.name.startswith(DRAFT_PREFIX) for spec in self.run.table)
+        if is_in_run(vllm_config, model_config) or has_draft:
             return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         logger.info("loading %s from its own folder: the run has nothing of it", model_config.model)
         loader = get_model_loader(self._default_config())
@@ -103,11 +104,6 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         found = copy.copy(self.load_config)
         found.load_format = "auto"
         return found
-
-    @property
-    def _has_draft(self) -> bool:
-        """Whether the run has tensors of a draft with a checkpoint of its own."""
-        return any(spec.name.startswith(DRAFT_PREFIX) for spec in self.run.table)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Create the model as vLLM does, with the run's own output head if it has one."""

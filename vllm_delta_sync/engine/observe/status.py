@@ -16,8 +16,7 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.middleware.usage import PROCESS
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.readiness import Answer, lag_to_target, readiness
-from vllm_delta_sync.engine.observe.states import STATES, State
+from vllm_delta_sync.engine.observe.states import STATES, Answer, State, lag_to_target, readiness
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError

@@ -50,9 +50,8 @@ from vllm_delta_sync.engine.model.decode_triton import (
 )
 from vllm_delta_sync.engine.model.device_patch import is_on_device
 from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
-from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.route_map import LiveBaseReader, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.format.fingerprint import tensor_seed
 from vllm_delta_sync.format.table import DType, TensorSpec
 from vllm_delta_sync.tensors.torch_views import SIGNED

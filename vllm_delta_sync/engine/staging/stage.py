@@ -19,10 +19,9 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
 from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view, signed_view, split_regions
-from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
+from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, LiveBaseReader, RouteMap
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.protocol import set_failed_step
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.reconstruct import restore_version
 from vllm_delta_sync.errors import ChainError, DataError, FingerprintError, FormatError
 from vllm_delta_sync.format.documents import Anchor

@@ -33,11 +33,10 @@ from vllm_delta_sync.engine.model.model_replica import is_plain
 from vllm_delta_sync.engine.model.patch import StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route import NARROW_ELEMENTS
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
-from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.route_map import RouteMap, cut_tensors
 from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
-from vllm_delta_sync.engine.staging.live_base import cut_tensors
 from vllm_delta_sync.engine.staging.loaded_bits import RunCache, load_time_bits
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, stage_update, store_usage
 from vllm_delta_sync.errors import (
