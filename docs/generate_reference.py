@@ -40,9 +40,8 @@ from vllm_delta_sync import settings as config
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import access
 from vllm_delta_sync.engine.api import routes as http
-from vllm_delta_sync.engine.api.admission import SESSION_PATHS, VERSIONED_PATHS, LateError
+from vllm_delta_sync.engine.api.admission import SESSION_PATHS, VERSIONED_PATHS, LateError, UnreachableError
 from vllm_delta_sync.engine.api.exact_requests import MIN_VERSION_HEADER, VERSION_HEADER, VersionError
-from vllm_delta_sync.engine.api.version_waiters import UnreachableError
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe.states import STATES
 

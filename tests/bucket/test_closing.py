@@ -13,7 +13,7 @@ from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning.run_history import open_expected_run
-from vllm_delta_sync.engine.staging.loaded_bits import RunCache
+from vllm_delta_sync.engine.staging.reconstruct import RunCache
 from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import RUN_KEY
 from vllm_delta_sync.maintenance.branch import branch

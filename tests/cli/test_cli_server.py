@@ -22,8 +22,7 @@ from tests.support.web import TOKEN, Site, listening
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.api.access import AdminRefused
-from vllm_delta_sync.engine.api.admission import LateError
-from vllm_delta_sync.engine.api.version_waiters import UnreachableError
+from vllm_delta_sync.engine.api.admission import LateError, UnreachableError
 from vllm_delta_sync.engine.commit.transaction import DrainError, PauseExpiredError
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format.limits import MAX_VERSION

@@ -60,15 +60,6 @@ class PlainStep(msgspec.Struct, frozen=True):
     run: tuple[str, str] | None
 
 
-class PlainPlan(msgspec.Struct, frozen=True):
-    """An ``UpdatePlan`` to send; target and anchor are the bytes of their documents."""
-
-    target: bytes
-    steps: list[PlainStep]
-    anchor: bytes | None
-    rebuild: bool
-
-
 # Answers
 
 
@@ -314,11 +305,15 @@ class Stage(BackgroundRequest[Staged], frozen=True):
     """Fetch and route what one commit needs.
 
     Attributes:
+        target, steps, anchor, rebuild: an ``UpdatePlan``; target and anchor are the bytes of their documents.
         current: the version that the controller expects on this rank.
         rescan: tensor ids to rescan.
     """
 
-    plan: PlainPlan
+    target: bytes
+    steps: list[PlainStep]
+    anchor: bytes | None
+    rebuild: bool
     current: int | None
     rescan: list[int]
 

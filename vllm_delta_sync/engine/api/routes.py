@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_delta_sync.cache.object_server import DIGEST
 from vllm_delta_sync.dashboard.page import live_page, page_headers
 from vllm_delta_sync.engine.api.access import HEADERS, CrowdedError, GuardedRoute, JsonAnswer, refusal
-from vllm_delta_sync.engine.api.admission import Admission
+from vllm_delta_sync.engine.api.admission import Admission, VersionWaiters
 from vllm_delta_sync.engine.api.live_page import LivePage
-from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import BusyError, NotFoundError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION

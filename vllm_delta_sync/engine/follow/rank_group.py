@@ -215,7 +215,7 @@ class RankGroup:
         Args:
             held: the version that they hold; None means none of the run followed.
         """
-        return self._staged(protocol.Stage(plan.to_plain(), held, rescan), rescan)
+        return self._staged(plan.request(held, rescan), rescan)
 
     def repair(self, target: Manifest) -> StagedUpdate:
         """Stage on every rank what replaces its weights by the target."""

@@ -18,10 +18,11 @@ from vllm_delta_sync.engine.compat.write_hooks import WAKE
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.weight_memory import ASLEEP
+from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import Answer, State
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History, WeightPosition
-from vllm_delta_sync.engine.planning.update_planner import UpdatePlan, UpdatePlanner
+from vllm_delta_sync.engine.planning.update_planner import NOTHING_READ, UpdatePlan, UpdatePlanner
 from vllm_delta_sync.engine.protocol import ClearExternalWrite, Commit, Confirm, RankState, Revert, unwrap
 from vllm_delta_sync.errors import (
     BusyError,
@@ -43,23 +44,10 @@ from vllm_delta_sync.units import rounded
 MAX_REPAIRS = 3
 """Number of repairs with a wrong result after which the updater gives up."""
 
-PHASES = {
-    "fetch": "fetched",
-    "verify": "verified",
-    "decode": "decoded",
-    "route": "routed",
-    "rescan": "rescanned",
-    "wait": "waited",
-    "commit": "committed",
-    "resume": "resumed",
-    "pause": "paused",
-}
-"""Phases in the order of ``timings_ms``, and their words in the log. Those up to ``rescan`` run beside generation;
-``pause`` is the sum of those after it."""
+PHASES = {**metrics.PHASES, "pause": "paused"}
+"""``pause`` is the sum of the phases after ``rescan``."""
 MIN_SHOWN_MS = 0.05
 """Phases shorter than this are left out of the line."""
-EVENTS = {"forward": "served", "rollback": "rolled_back", "repair": "repaired"}
-"""The ``event`` of the line for each move of ``metrics.MOVES``."""
 
 
 class WeightUpdater:
@@ -308,33 +296,32 @@ class WeightUpdater:
         if avoided := [key for _, key in self._planner.feedback.bad]:
             logger.warning("version %d was reached without %s", target.version, ", ".join(avoided[:4]))
         if left is None:
-            self._record("forward", target, timings, _describe(plan, elements), plan)
+            self._record("forward", target, timings, _describe(plan, elements), plan.read())
         else:
-            self._record("rollback", target, timings, f"rolled back from version {left}", plan)
+            self._record("rollback", target, timings, f"rolled back from version {left}", plan.read())
 
     def _record(
-        self, move: str, target: Manifest, timings: dict[str, float], what: str, plan: UpdatePlan | None = None
+        self, move: str, target: Manifest, timings: dict[str, float], what: str, read: dict[str, int] = NOTHING_READ
     ) -> None:
         """Confirm a change of the served weights, after generation has resumed, and show it in status, metrics and log.
 
         Args:
-            move: of ``metrics.MOVES``. what: it did, in the words of the line.
-            plan: what was read from the bucket for it; None if nothing was, or if it is not known.
+            move: of ``metrics.MOVES``. what: it did, in the words of the line. read: as ``UpdatePlan.read``.
         """
         self._confirm()
         timings = {phase: timings[phase] for phase in PHASES if phase in timings}
-        self._board.record_commit(move, target, timings, plan)
+        self._board.record_commit(move, target, timings, read)
         shown = ", ".join(f"{PHASES[phase]} {rounded(ms)} ms" for phase, ms in timings.items() if ms >= MIN_SHOWN_MS)
         logger.log(
             logging.WARNING if move == "repair" else logging.INFO,
             "version %d (step %d) served: %s; %s", target.version, target.step, what, shown,
             extra=about(
-                EVENTS[move],
+                metrics.MOVES[move],
                 version=target.version,
                 step=target.step,
                 run=target.run,
-                payload_bytes=0 if plan is None else plan.payload_bytes,
-                changed=0 if plan is None else plan.changed,
+                payload_bytes=read["payload_bytes"],
+                changed=read["changed"],
                 timings_ms=timings,
             ),
         )  # fmt: skip

@@ -20,9 +20,20 @@ BUCKETS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 """Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow link minutes."""
-PHASES = ("fetch", "verify", "decode", "route", "rescan", "wait", "commit", "resume")
+PHASES = {
+    "fetch": "fetched",
+    "verify": "verified",
+    "decode": "decoded",
+    "route": "routed",
+    "rescan": "rescanned",
+    "wait": "waited",
+    "commit": "committed",
+    "resume": "resumed",
+}
+"""Phases in the order of ``timings_ms``, and their words in the log. Those up to ``rescan`` run beside generation."""
 OUTCOMES = ("served", "late", "unreachable", "version", "malformed", "gone")
-MOVES = ("forward", "rollback", "repair")
+MOVES = {"forward": "served", "rollback": "rolled_back", "repair": "repaired"}
+"""Changes of the weights served, and the ``event`` of the log line for each."""
 
 HISTOGRAMS = {
     "phase_seconds": "duration of each phase of an update on the slowest rank, as in timings_ms of the status",
@@ -51,9 +62,9 @@ GAUGES = {
 }
 """Names without prefix, and help texts."""
 LABELS = {
-    "phase_seconds": ("phase", PHASES),
+    "phase_seconds": ("phase", (*PHASES,)),
     "admission_seconds": ("outcome", OUTCOMES),
-    "commits_total": ("move", MOVES),
+    "commits_total": ("move", (*MOVES,)),
     "failures_total": ("kind", ()),
     "state": ("state", ()),
 }

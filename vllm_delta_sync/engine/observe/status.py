@@ -4,7 +4,6 @@ The API server adds ``role``, ``server`` and ``servers`` (``api/api_servers.py``
 """
 
 import functools
-import importlib.metadata
 import threading
 import time
 from collections import deque
@@ -12,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.middleware.usage import PROCESS
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES, Answer, State, lag_to_target, readiness
-from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
@@ -141,20 +141,12 @@ class StatusBoard:
         else:
             self.settle(error=shown)
 
-    def record_commit(
-        self, move: str, target: Manifest, timings: dict[str, float], plan: UpdatePlan | None = None
-    ) -> None:
+    def record_commit(self, move: str, target: Manifest, timings: dict[str, float], read: dict[str, int]) -> None:
         """Record a change of the weights served.
 
         Args:
-            move: of ``metrics.MOVES``.
-            plan: what was read from the bucket for it; None if nothing was, as for the undo log, or if it is not known.
+            move: of ``metrics.MOVES``. read: as ``UpdatePlan.read``.
         """
-        read = {
-            "versions": 0 if plan is None else plan.versions,
-            "changed": 0 if plan is None else plan.changed,
-            "payload_bytes": 0 if plan is None else plan.payload_bytes,
-        }
         metrics.count_move(move, timings, **read)
         rounded = {name: round(value, 3) for name, value in timings.items()}
         with self._lock:
@@ -251,16 +243,13 @@ def _age(moment: float | None) -> float | None:
 
 @functools.cache
 def versions() -> Answer:
-    """Return installed versions by package name, None if missing; ``tested``: whether this vLLM was tested."""
+    """Return installed versions by package name, None for vLLM if missing; ``tested``: whether it was tested."""
     try:
         vllm: str | None = patches.distribution_version()[1]
     except EngineError:
         vllm = None
-    try:
-        torch: str | None = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = None
-    return {"vllm": vllm, "torch": torch, "vllm_delta_sync": __version__, "tested": patches.is_tested(vllm or "")}
+    tested = patches.is_tested(vllm or "")
+    return {"vllm": vllm, "torch": str(torch.__version__), "vllm_delta_sync": __version__, "tested": tested}
 
 
 def _version_document(manifest: Manifest | None) -> Answer | None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.run_history import History, RunVersion, WeightPosition, ancestry, connect_runs
-from vllm_delta_sync.engine.protocol import PlainPlan, PlainStep, failed_step
+from vllm_delta_sync.engine.protocol import PlainStep, Stage, failed_step
 from vllm_delta_sync.errors import (
     ChainError,
     DataError,
@@ -38,6 +38,8 @@ an upper bound of this rank's; decoding and merging take the memory of a few ten
 MAX_SNAPSHOTS = 8
 """Maximum number of anchors, or versions to rebuild, that are tried, newest first."""
 
+NOTHING_READ = {"versions": 0, "changed": 0, "payload_bytes": 0}
+"""``UpdatePlan.read`` where nothing is read from the bucket, as for the undo log, or what is read is not known."""
 MAX_STEPS = 1024
 """Maximum number of steps in one commit."""
 StepPath = list[tuple[Step, int | None]]
@@ -88,6 +90,10 @@ class UpdatePlan:
             return sum(step.payload_bytes for step in self.steps)
         return 0 if self.rebuild else (self.anchor or self.target).payload_bytes
 
+    def read(self) -> dict[str, int]:
+        """Return how many versions, changed elements and bytes are read from the bucket for it."""
+        return {"versions": self.versions, "changed": self.changed, "payload_bytes": self.payload_bytes}
+
     def key(self, index: int) -> Key:
         """Return the document to avoid if step number ``index`` is bad."""
         if self.steps:
@@ -97,43 +103,34 @@ class UpdatePlan:
         version = self.target.version
         return self.target.run, anchor_key(version) if self.anchor is not None else version_key(version)
 
-    def to_plain(self) -> PlainPlan:
-        """Return the plan to send. Runs other than the followed one are named by URL and digest of run.json."""
-        return PlainPlan(
-            self.target.to_bytes(),
-            [
-                PlainStep(
-                    document=step.document.to_bytes(),
-                    merged=isinstance(step.document, MergedDelta),
-                    backwards=step.backwards,
-                    run=None if step.run.info.run == self.target.run else (step.run.bucket.url, step.run.info.digest),
-                )
-                for step in self.steps
-            ],
-            None if self.anchor is None else self.anchor.to_bytes(),
-            self.rebuild,
-        )
+    def request(self, current: int | None, rescan: list[int]) -> Stage:
+        """Return the request to stage it. Runs other than the followed one are named by URL and digest of run.json."""
+        steps = [
+            PlainStep(
+                document=step.document.to_bytes(),
+                merged=isinstance(step.document, MergedDelta),
+                backwards=step.backwards,
+                run=None if step.run.info.run == self.target.run else (step.run.bucket.url, step.run.info.digest),
+            )
+            for step in self.steps
+        ]
+        anchor = None if self.anchor is None else self.anchor.to_bytes()
+        return Stage(self.target.to_bytes(), steps, anchor, self.rebuild, current, rescan)
 
     @classmethod
-    def from_plain(cls, plain: PlainPlan, run_at: Callable[[tuple[str, str] | None], Run]) -> "UpdatePlan":
-        """Inverse of ``to_plain``.
+    def of_request(cls, request: Stage, run_at: Callable[[tuple[str, str] | None], Run]) -> "UpdatePlan":
+        """Inverse of ``request``.
 
         Args:
             run_at: the run at a URL, whose run.json has a digest; None means the followed one.
         """
-        return cls(
-            Manifest.from_bytes(plain.target),
-            [
-                Step(
-                    run_at(step.run),
-                    (MergedDelta if step.merged else Manifest).from_bytes(step.document),
-                    step.backwards,
-                )
-                for step in plain.steps
-            ],
-            None if plain.anchor is None else Anchor.from_bytes(plain.anchor),
-            plain.rebuild,
-        )
+        documents = ((MergedDelta if step.merged else Manifest).from_bytes(step.document) for step in request.steps)
+        steps = [
+            Step(run_at(step.run), document, step.backwards)
+            for step, document in zip(request.steps, documents, strict=True)
+        ]
+        anchor = None if request.anchor is None else Anchor.from_bytes(request.anchor)
+        return cls(Manifest.from_bytes(request.target), steps, anchor, request.rebuild)
 
 
 def step_key(step: Step) -> Key:

@@ -37,7 +37,7 @@ from vllm_delta_sync.engine.model.route_map import RouteMap, cut_tensors
 from vllm_delta_sync.engine.model.tied_head import TiedHead
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlan
-from vllm_delta_sync.engine.staging.loaded_bits import RunCache, load_time_bits
+from vllm_delta_sync.engine.staging.reconstruct import RunCache, load_time_bits
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, stage_update, store_usage
 from vllm_delta_sync.errors import (
     BusyError,
@@ -251,7 +251,7 @@ class RankWorker:
         """Fetch, verify, decode, merge and route the objects of one commit. Writes nothing to the model."""
         run, routes = self._require_unchanged()
         self._staged = None
-        update = UpdatePlan.from_plain(request.plan, self._open_run)
+        update = UpdatePlan.of_request(request, self._open_run)
         target, current = update.target.version, request.current
         if current != self.version:
             raise ChainError(f"version {target} is to follow version {current}; here is {self.version}")
@@ -286,7 +286,7 @@ class RankWorker:
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
         """Return the run followed (None), or another run by its URL and the digest of its run.json."""
-        return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
+        return self._require_routes()[0] if where is None else self._runs.open(*where)
 
     def commit(self, request: protocol.Commit) -> protocol.Committed:
         """Apply the staged version in place. The engine must be paused."""
@@ -294,20 +294,15 @@ class RankWorker:
         version, patch = request.version, self._staged
         if patch is None or patch.version != version or self._staged_stamp != self._weights_stamp():
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
+
+        def record() -> None:
+            self.confirmed = False
+            self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
+            self._staged = None
+            self.fingerprints, self.version = patch.fingerprints, version
+
         with postpone_interrupts():
-            try:
-                measured = apply.apply_patch(patch, routes)
-            except BaseException as error:
-                self._mark_lost_or_wrap(error)
-                raise
-            finally:
-                # Also after a failure: the version of the weights must be known.
-                if patch.applied:
-                    self.confirmed = False
-                    self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
-                    self._staged = None
-                    self.fingerprints, self.version = patch.fingerprints, version
-        return protocol.Committed(measured)
+            return protocol.Committed(self._apply(patch, routes, False, record))
 
     def revert(self, request: protocol.Revert) -> protocol.Done:
         """Return to an older version, commit by commit, or go forward again. The engine must be paused.
@@ -348,18 +343,31 @@ class RankWorker:
 
     def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
         """Take back one commit of the log, or apply it again. Returns whether it measured the expected change."""
+
+        def record() -> None:
+            self._undo_log.record_step(reverse)
+            self.fingerprints = step.fingerprints if reverse else step.patch.fingerprints
+            self.version = step.version if reverse else step.patch.version
+
+        return self._apply(step.patch, routes, reverse, record) == step.expected(reverse)
+
+    def _apply(
+        self, patch: StagedPatch, routes: RouteMap, reverse: bool, record: Callable[[], None]
+    ) -> apply.GroupChanges:
+        """Apply a patch or take it back, and call ``record`` if that is done, also where an error follows."""
         try:
-            measured = apply.apply_patch(step.patch, routes, reverse)
-        except BaseException as error:
-            self._mark_lost_or_wrap(error)
+            return apply.apply_patch(patch, routes, reverse)
+        except WeightsLostError:
+            self.intact = False
             raise
+        except DeltaSyncError:
+            raise
+        except Exception as error:
+            raise protocol.wrap_error(error) from error
         finally:
-            # Also after a failure: the version of the weights must be known.
-            if step.patch.applied != reverse:
-                self._undo_log.record_step(reverse)
-                self.fingerprints = step.fingerprints if reverse else step.patch.fingerprints
-                self.version = step.version if reverse else step.patch.version
-        return measured == step.expected(reverse)
+            # The version of the weights must be known.
+            if patch.applied != reverse:
+                record()
 
     def confirm(self, request: protocol.Confirm) -> protocol.RankState:
         """Confirm the last commit, which was right on all ranks: trim the undo log, and drop device copies that only a
@@ -372,12 +380,6 @@ class RankWorker:
             self._claimed = None
         self._undo_log.trim(request.undo_bytes)
         return self.describe()
-
-    def _mark_lost_or_wrap(self, error: BaseException) -> None:
-        if isinstance(error, WeightsLostError):
-            self.intact = False
-        elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
-            raise protocol.wrap_error(error) from error
 
     def describe(self, request: protocol.Describe | None = None) -> protocol.RankState:
         """Return what this rank holds."""
