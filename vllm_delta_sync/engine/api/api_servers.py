@@ -3,9 +3,9 @@
 Two receivers would conflict over the same weights. The API servers of one ``vllm serve`` are processes on one machine
 with one parent. They meet in a folder that only their user can enter (``ApiServerGroup``). The process that holds the
 lock there leads; the kernel releases the lock when that process ends. Each follower keeps a connection to the leader,
-which sends its status at every change and every second, and answers to requests. If the leader ends, a process that
-waited for the lock leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still
-leads, because it may still act; its pause ends through the pause watchdog.
+which sends its status at every change and every second, and answers to requests. If the leader ends, a follower takes
+the lock and leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still leads,
+because it may still act; its pause ends through the pause watchdog.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ LONGEST_SOCKET_PATH = 100
 LONGEST_LINE = 1 << 24
 """Longest message between API servers, in bytes."""
 CONNECT_SECONDS = 0.05
-"""Interval between a follower's attempts to connect while there is no leader."""
+"""Interval between a follower's attempts to connect, or to lead, while there is no leader."""
 LEADER_SECONDS = 60.0
 """Longest wait at start for the process with the lock to lead."""
 VIEW_SECONDS = 1.0
@@ -162,39 +162,29 @@ class LeaderElection:
             logger.info("API server %d of %d leads", self._group.index, self._group.count)
             return
         follower = self._current = FollowerClient(self._group)
-        following = asyncio.create_task(follower.follow())
-        waits = asyncio.get_running_loop(), follower, following
-        threading.Thread(target=self._wait_for_lock, args=waits, name="delta-sync-lock", daemon=True).start()
+        self._following = asyncio.create_task(self._follow_or_lead(follower))
         try:
             await asyncio.wait_for(follower.leader_known.wait(), LEADER_SECONDS)
         except TimeoutError:
             raise EngineError(f"no API server of this server led within {LEADER_SECONDS:.0f} s") from None
 
-    def _wait_for_lock(
-        self, loop: asyncio.AbstractEventLoop, follower: "FollowerClient", following: "asyncio.Task[None]"
-    ) -> None:
-        """Wait, in a thread, for the lock, which the leader's end releases."""
-        fcntl.lockf(self._lock, fcntl.LOCK_EX)
-        if self._stopping.is_set():
-            os.close(self._lock)
-            return
-        take_over = self._take_over(follower, following)
-        try:
-            asyncio.run_coroutine_threadsafe(take_over, loop)
-        except RuntimeError:  # the loop is closed: this process is ending too
-            take_over.close()
+    async def _follow_or_lead(self, follower: "FollowerClient") -> None:
+        """Follow one leader after the other, until this process takes the lock, which the leader's end releases."""
+        while self._current is follower:
+            await follower.follow()
+            if self._lock >= 0 and not self._stopping.is_set() and try_lock(self._lock):
+                await self._take_over(follower)
+            await asyncio.sleep(CONNECT_SECONDS)
 
-    async def _take_over(self, follower: "FollowerClient", following: "asyncio.Task[None]") -> None:
+    async def _take_over(self, follower: "FollowerClient") -> None:
         logger.warning("the API server leader has ended; process %d leads now", os.getpid())
         try:
             self._current = await self._lead()
+            follower.leader_known.set()
         except Exception as error:  # noqa: BLE001  after any failure, another process must be able to lead
             logger.critical("process %d cannot lead: %s: %s", os.getpid(), type(error).__name__, error)
             os.close(self._lock)
-            return
-        following.cancel()
-        follower.disconnect("the API server leader has ended, and this one leads now; retry")
-        follower.leader_known.set()
+            self._lock = -1
 
     async def _lead(self) -> ReceiverService:
         service = self._make()
@@ -358,31 +348,24 @@ class FollowerClient:
         self._writer.write(_encode_line({"id": self._number, "action": action, "argument": argument}))
 
     async def follow(self) -> None:
-        """Stay connected to the current leader, until cancelled."""
-        while True:
-            try:
-                reader, writer = await asyncio.open_unix_connection(self._group.socket, limit=LONGEST_LINE)
-            except OSError:
-                await asyncio.sleep(CONNECT_SECONDS)
-                continue
-            try:
-                writer.write(_encode_line({"index": self._group.index, "pid": os.getpid()}))
-                self._writer = writer
-                while line := await reader.readline():
-                    self._handle_message(json.loads(line))
-            except (OSError, ValueError) as error:
-                logger.debug("connection to the API server leader: %s", error)
-            finally:
-                writer.close()
-                self.disconnect("the API server leader ended before it answered; retry")
-            await asyncio.sleep(CONNECT_SECONDS)
-
-    def disconnect(self, reason: str) -> None:
-        """Drop the leader's status, and fail all pending requests."""
-        self._view = self._writer = None
-        asked, self._pending = self._pending, {}
-        for future in asked.values():
-            future.set_exception(EngineError(reason))
+        """Stay connected to the current leader until it ends; return at once if there is none."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._group.socket, limit=LONGEST_LINE)
+        except OSError:
+            return
+        try:
+            writer.write(_encode_line({"index": self._group.index, "pid": os.getpid()}))
+            self._writer = writer
+            while line := await reader.readline():
+                self._handle_message(json.loads(line))
+        except (OSError, ValueError, KeyError) as error:
+            logger.debug("connection to the API server leader: %s", error)
+        finally:
+            writer.close()
+            self._view = self._writer = None
+            asked, self._pending = self._pending, {}
+            for future in asked.values():
+                future.set_exception(EngineError("the API server leader ended before it answered; retry"))
 
     def _handle_message(self, message: Answer) -> None:
         self._view = message["view"]

@@ -26,8 +26,8 @@ from vllm_delta_sync.settings import Settings
 ONE_RANK_EACH = "external_launcher"
 """The executor of which every process has one, with one rank."""
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
-FLAGS_WITHOUT_PLUGINS = ("--grpc",)
-"""Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
+GRPC_FLAG = "--grpc"
+"""Flag of ``vllm serve`` that starts a server which loads no endpoint plugins."""
 REFUSED_FORMATS = {
     "dummy": "random weights are no version of any run; use delta_sync, which starts from the bucket, or leave it out",
     "ipc_cache": "the weights lie in the cache daemon's memory, where patches would reach every engine that maps them; "

@@ -11,7 +11,7 @@ from vllm_delta_sync.bucket.factory import open_peers
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.durable_files import make_own_folder
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.compat.features import FLAGS_WITHOUT_PLUGINS, check_front_end
+from vllm_delta_sync.engine.compat.features import GRPC_FLAG, check_front_end
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.names import LOAD_FORMAT, WORKER_EXTENSION
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
@@ -62,9 +62,8 @@ def serve_command(
     flags = {_flag_of(arg) for arg in vllm_args}
     if EXTENSION_FLAG in flags:
         raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; omit it")
-    for flag in FLAGS_WITHOUT_PLUGINS:
-        if flag in flags:
-            raise UsageError(f"{flag} starts a server that loads no plugins, so nothing would follow the run; omit it")
+    if GRPC_FLAG in flags:
+        raise UsageError(f"{GRPC_FLAG} starts a server that loads no plugins, so nothing would follow the run; omit it")
     check_front_end(os.environ)
     environment = {environment_name(field): value for field, value in settings.items()}
     environment["VLLM_PLUGINS"] = patches.allow_list(os.environ.get("VLLM_PLUGINS"))

@@ -32,7 +32,6 @@ from vllm_delta_sync.errors import (
     EngineError,
     FingerprintError,
     FormatError,
-    MemoryLimitError,
     ModelError,
     WeightsLostError,
 )
@@ -218,13 +217,10 @@ class WeightUpdater:
             except ModelError as error:
                 self.invalidate(error)
                 raise
-            except (BusyError, WeightsLostError):
-                raise
             except DeltaSyncError as error:
                 self._check_decoded_against(plan, position, error)
-                # Neither invalid weights nor a failing engine are the version's fault: another plan would not help.
-                fatal = isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)
-                if self._board.invalidated or fatal or not self._planner.feedback.exclude(plan, error):
+                # Invalid weights are not the version's fault.
+                if self._board.invalidated or not self._planner.feedback.exclude(plan, error):
                     raise
         if self._board.served is not None and overruled():
             logger.info("version %d is staged and not served: another order came meanwhile", plan.target.version)

@@ -16,9 +16,11 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.run_history import History, RunVersion, WeightPosition, ancestry, connect_runs
 from vllm_delta_sync.engine.protocol import PlainStep, Stage, failed_step
 from vllm_delta_sync.errors import (
+    BusyError,
     ChainError,
     DataError,
     DeltaSyncError,
+    EngineError,
     FingerprintError,
     MemoryLimitError,
     NotFoundError,
@@ -164,7 +166,7 @@ class PlanFeedback:
 
     def exclude(self, plan: UpdatePlan, error: DeltaSyncError) -> bool:
         """Record that staging failed, so that it is planned otherwise; False if the error is not about the versions."""
-        if isinstance(error, StoreError):
+        if isinstance(error, StoreError | BusyError | EngineError) and not isinstance(error, MemoryLimitError):
             # Fewer versions at once would fail too, after as long; and there would be a pause for each.
             return False
         index = failed_step(error)
