@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.device_batch import Batch
-from vllm_delta_sync.engine.model.device_patch import is_on_device
 from vllm_delta_sync.engine.model.patch import HostBatch, StagedPatch
 from vllm_delta_sync.engine.model.route import DensePatch, Region, region_view, split_regions
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -103,7 +102,7 @@ def compile_kernels(elements: Iterable[DType], wide: bool = False) -> None:
 def _exchange(dense: DensePatch, routes: RouteMap) -> None:
     """Exchange the elements of a route and of its patch, whole or not at all."""
     destination, accelerator = routes.destinations[dense.route.destination], routes.memory.accelerator
-    if accelerator is not None and is_on_device(destination, routes):
+    if accelerator is not None and routes.is_on_device(dense.route):
         workspace = accelerator.workspace
         exchange, most = workspace.exchange, workspace.nbytes // 2 // dense.data.element_size()
     else:

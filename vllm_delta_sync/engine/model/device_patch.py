@@ -18,7 +18,7 @@ import torch
 
 from vllm_delta_sync.engine.model.accelerator import Workspace
 from vllm_delta_sync.engine.model.device_batch import FIXED_COLUMNS, Batch, BatchPart, PackedBatch, cut_batches, kind
-from vllm_delta_sync.engine.model.route import Addresses, Destination, Route, RoutePatch
+from vllm_delta_sync.engine.model.route import Addresses, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -125,11 +125,6 @@ class DevicePatch:
                 batch.unpack_data(on_host)
 
 
-def is_on_device(destination: Destination, routes: RouteMap) -> bool:
-    """Return whether a destination lies on the accelerator; if not, it is in host memory."""
-    return routes.memory.accelerator is not None and destination.flat.device == routes.memory.accelerator.device
-
-
 def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
     """Compile and load the kernels for these element types now, so that no commit does while the engine is paused."""
     accelerator = routes.memory.accelerator
@@ -138,9 +133,8 @@ def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
     from vllm_delta_sync.engine.model.commit_triton import commit_triton
 
     workspace = accelerator.workspace
-    several = [route for each in routes.routes for route in each]
-    several = [route for route in several if is_on_device(routes.destinations[route.destination], routes)]
-    kinds = {(len(route.steps), route.index): route for route in several}
+    there = (route for each in routes.routes for route in each if routes.is_on_device(route))
+    kinds = {(len(route.steps), route.index): route for route in there}
     with workspace.lock:
         # All zeros is a batch with one block, whose segment is empty.
         workspace.on_device.zero_()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device
+from vllm_delta_sync.engine.model.device_patch import DevicePatch
 from vllm_delta_sync.engine.model.route import (
     NARROW_ELEMENTS,
     DensePatch,
@@ -177,7 +177,7 @@ class PatchBuilder:
                 if last == first:
                     continue
                 destination = self._routes.destinations[route.destination]
-                if is_on_device(destination, self._routes):
+                if self._routes.is_on_device(route):
                     mine = slice(first, last)
                     self._routed += _route_patch(group, positions[mine], data[mine], route, seed, holders)
                     continue

@@ -101,6 +101,11 @@ class RouteMap:
         used = (self.destinations[number].flat.untyped_storage() for number in self._used_destinations)
         return {storage._cdata for storage in used if sizes[storage._cdata] >= storage.nbytes()}
 
+    def is_on_device(self, route: Route) -> bool:
+        """Return whether a route leads to memory of the accelerator; if not, it leads to host memory."""
+        accelerator = self.memory.accelerator
+        return accelerator is not None and self.destinations[route.destination].flat.device == accelerator.device
+
     def is_live(self, tensor: int) -> bool:
         """Return whether the model still computes with a tensor's destinations."""
         own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])

@@ -48,7 +48,6 @@ from vllm_delta_sync.engine.model.decode_triton import (
     joined_tiles,
     tile_fields,
 )
-from vllm_delta_sync.engine.model.device_patch import is_on_device
 from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import LiveBaseReader, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
@@ -97,7 +96,7 @@ def decode_on_device(
 
     def there(tensor: int) -> bool:
         found = routes.routes[tensor]
-        return bool(found) and all(is_on_device(routes.destinations[route.destination], routes) for route in found)
+        return bool(found) and all(map(routes.is_on_device, found))
 
     found: dict[tuple[str, np.dtype[Any]], list[TilesOfRoute]] = {}
     for reader in readers:
