@@ -1,5 +1,7 @@
 """Routing of changed elements: addresses, data and hashes of a patch, against indexing by hand."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.changes import Bits, Positions, Sparse
+from vllm_delta_sync.tensors.changes import Bits, Full, Positions, Sparse
 
 SIZE = 5_000
 
@@ -70,6 +72,20 @@ def test_each_element_goes_where_its_route_leads(case: tuple[list[Route], Positi
         after = np.array([each for _, each, _ in sorted(wanted, key=lambda row: row[2])], np.uint16)
         expected = fingerprint_change("w", before, zeros[before], after)
         assert measured(sparse) == expected
+
+
+def test_read_only_bits_of_a_tensor_are_copied_once_for_all_its_routes() -> None:
+    """As of stacked experts, one route each: a copy of the whole tensor for each of them takes minutes."""
+    size = 100
+    rows = [Region(start, (10,), (1,)) for start in range(0, size, 10)]
+    places = [Destination("d", torch.bfloat16, torch.zeros(size, dtype=torch.int16))]
+    routes = RouteMap(TensorTable([TensorSpec("w", "BF16", (size,))]), places, [[Route(0, row, row) for row in rows]])
+    builder = PatchBuilder(1, routes, [Fingerprint()], {})
+    bits = np.frombuffer(np.arange(size, dtype=np.uint16).tobytes(), np.uint16)
+    with mock.patch.object(patching, "signed_view", wraps=route_module.signed_view) as views:
+        builder.add(Full(0, bits))
+    assert views.call_count == 1
+    assert [patch.data.tolist() for patch in builder.finish().dense] == bits.reshape(10, 10).tolist()
 
 
 @given(cases(), st.booleans())

@@ -159,7 +159,10 @@ class PatchBuilder:
             )
         self._after[piece.id] = measured
         self._full.add(piece.id)
-        self._dense += [DensePatch.of(route, signed_view(piece.bits)) for route in self._routes.routes[piece.id]]
+        if routes := self._routes.routes[piece.id]:
+            # Once for all routes: a tensor of stacked experts has one for each, and read-only bits are copied here.
+            bits = signed_view(piece.bits)
+            self._dense += [DensePatch.of(route, bits) for route in routes]
 
     def _add_sparse(self, group: Sparse) -> None:
         narrow: list[_Part] = []
