@@ -1,5 +1,6 @@
 """Garbage collection: whatever is kept can be rebuilt bit for bit, after it and after a crash anywhere in one."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +35,7 @@ from vllm_delta_sync.maintenance.gc.contents import Listed, RunContents, graph_o
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.gc.policy import plan_collection
 from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.run import run_reader
 from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 
@@ -441,6 +443,27 @@ def test_version_that_was_let_go_of_is_said_to_be_no_longer_kept(tmp_path: Path)
 
 
 # Documents that are damaged, foreign, or of no use
+
+
+def test_documents_beside_the_chain_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An anchor has the fingerprints of all tensors: megabytes each, for a large model of many experts."""
+    grown = of_versions(tmp_path, 40)
+    for version in range(1, 40):
+        grown.beside(version, grown.folder)
+    read: list[weakref.ref[side.Anchor]] = []
+    most = 0
+    real = Run.anchor
+
+    def anchor(run: Run, version: int) -> side.Anchor:
+        nonlocal most
+        read.append(weakref.ref(found := real(run, version)))
+        most = max(most, sum(each() is not None for each in read))
+        return found
+
+    monkeypatch.setattr(Run, "anchor", anchor)
+    monkeypatch.setattr(run_reader, "READ_AHEAD", 4)
+    assert len(survey(grown.run_).standalone) == len(read) == 39
+    assert most < 20
 
 
 def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path) -> None:

@@ -287,26 +287,33 @@ def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
 
 def _read_standalone(run: RunReader, found: RunContents, known_documents: dict[ObjectInfo, Listed]) -> None:
     listed = [item for prefix in (ANCHORS_PREFIX, MERGED_PREFIX) for item in run.bucket.list(prefix)]
-    answers = dict(run.standalones([item.key for item in listed if item not in known_documents]))
-    for item in listed:
-        document = known_documents.get(item) or answers.get(item.key)
-        if isinstance(document, Listed):
-            found.standalone.append(document)
+    fresh = {item.key: item for item in listed if item not in known_documents}
+    answers: dict[str, tuple[Listed, bool] | str] = {}
+    for key, document in run.standalones(list(fresh)):
+        # Not kept: an anchor has the fingerprints of all tensors, and an error what was read.
+        if isinstance(document, Anchor | MergedDelta):
+            answers[key] = _of_standalone(fresh[key], document, found.history)
         elif isinstance(document, DataError):
-            found.unreadable[item.key] = document.message
-            found.notes.append(
-                f"{item.key} cannot be read; it stays, and so do all unlisted objects: {document.message}"
-            )
-        elif isinstance(document, Anchor | MergedDelta):
-            if isinstance(document, Anchor):
-                read = Listed(item, ROOT, document.version, _refs(document.objects))
-            else:
-                read = Listed(item, document.first, document.last, _refs(document.objects), document.reversible)
-            history = found.history
-            named = {at: history[at] for at, _, _ in named_versions(document) if at < len(history)}
-            fits = read.end in named and contradiction(document, named) is None
-            (found.standalone if fits else found.unrelated).append(read)
+            answers[key] = document.message
+    for item in listed:
+        answer = (known_documents[item], True) if item in known_documents else answers.get(item.key)
+        if isinstance(answer, str):
+            found.unreadable[item.key] = answer
+            found.notes.append(f"{item.key} cannot be read; it stays, and so do all unlisted objects: {answer}")
+        elif answer is not None:
+            listing, fits = answer
+            (found.standalone if fits else found.unrelated).append(listing)
     found.notes += [f"{document.key} does not fit the history, and stays" for document in found.unrelated]
+
+
+def _of_standalone(item: ObjectInfo, document: Anchor | MergedDelta, history: list[Listed]) -> tuple[Listed, bool]:
+    """Return an anchor or a merged delta, and whether it belongs to this history."""
+    if isinstance(document, Anchor):
+        listing = Listed(item, ROOT, document.version, _refs(document.objects))
+    else:
+        listing = Listed(item, document.first, document.last, _refs(document.objects), document.reversible)
+    named = {at: history[at] for at, _, _ in named_versions(document) if at < len(history)}
+    return listing, listing.end in named and contradiction(document, named) is None
 
 
 def _tags(run: RunReader, notes: list[str]) -> dict[str, Tag]:
