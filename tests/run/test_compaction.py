@@ -587,6 +587,18 @@ def test_of_many_tags_a_few_are_read_at_a_time_and_each_once(tmp_path: Path) -> 
     assert tag.call_count < 32
 
 
+def test_milestone_among_many_tags_of_one_moment_gets_an_anchor(tmp_path: Path) -> None:
+    """In a copy of a bucket all tags have the time of the copy."""
+    written = make(tmp_path, 3)
+    for number in range(100):
+        written.writer.tag(f"t{number:02}", 1, milestone=number == 99)
+        os.utime(written.folder / side.tag_key(f"t{number:02}"), (1, 1))
+    run, made = written.run, list[str]()
+    for _ in range(5):
+        made += maintain(run, written.publish(share=0.001), merge=False)
+    assert made == [side.anchor_key(1)]
+
+
 def test_what_cannot_be_made_is_said_once_the_rest_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = make(tmp_path, 3)
     written.lose(written.object_of(2))

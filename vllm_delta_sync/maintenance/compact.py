@@ -222,7 +222,7 @@ def _milestone(run: RunReader, version: int, anchors: list[int], stop: Stop) -> 
     # One that was put just now may be moved within the second that its time names.
     settled = max((item.modified for item in listed), default=0.0) - SETTLED_SECONDS
     known = _tags.get(run, {})
-    known = _tags[run] = {item: known[item] for item in listed if item in known and item.modified <= settled}
+    known = _tags[run] = {item: known[item] for item in listed if item in known}
 
     def read(item: ObjectInfo) -> Tag | None:
         check_stop(stop)
@@ -233,9 +233,10 @@ def _milestone(run: RunReader, version: int, anchors: list[int], stop: Stop) -> 
             logger.debug("skipped %s: %s", item.key, error)
             return None
 
-    unread = (item for item in listed if item not in known)
-    newest = heapq.nlargest(READ_PER_CALL, unread, key=lambda item: item.modified)
-    known.update(zip(newest, in_parallel(read, newest), strict=True))
+    unread = (item for item in listed if item not in known or item.modified > settled)
+    # Those never read come first: of a copied bucket, all have times within a second of each other.
+    chosen = heapq.nlargest(READ_PER_CALL, unread, key=lambda item: (item not in known, item.modified))
+    known.update(zip(chosen, in_parallel(read, chosen), strict=True))
     tags = [tag for tag in known.values() if tag is not None and tag.milestone]
     return max((tag.version for tag in tags if tag.version <= version and tag.version not in anchors), default=None)
 
