@@ -13,6 +13,7 @@ from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
 from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.obstore_clients import PART_BYTES
+from vllm_delta_sync.bucket.obstore_errors import FailedRequest, translate_error
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -24,6 +25,14 @@ from vllm_delta_sync.errors import (
 
 URL = "s3://bucket/run"
 UPLOAD_BEGUN = b"<InitiateMultipartUploadResult><UploadId>one</UploadId></InitiateMultipartUploadResult>"
+DETAIL = "<AuthenticationErrorDetail>{}</AuthenticationErrorDetail>"
+GOOGLE = "Generic GCS error: Error performing token request: Error performing POST https://accounts.google.com/token"
+AWS = "Generic S3 error: Error performing POST REDACTED"
+REVOKED = (
+    AccessError,
+    "were refused, the answer was 400 Bad Request (Token has been revoked.); renew them, or set GOOGLE",
+)
+EXPIRED = AccessError, "were refused, the answer was 400 Bad Request (ExpiredTokenException: over); renew them"
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +96,51 @@ def test_refusals(status: int, code: str, expected: type[DeltaSyncError], remedy
         assert SECRET not in message
         assert "\n" not in message
         assert len(message) < 500
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run"])
+def test_refusal_of_a_request_whose_answer_has_no_body(url: str, answers: Answers) -> None:
+    """S3 refuses expired credentials with status 400, and its answer to HEAD has no code."""
+    answers.reply = refusing(400)
+    with pytest.raises(StoreError, match="expired, or set AWS_REGION" if url[0] == "s" else "bucket URL") as caught:
+        opened(url, answers.url).stat("key")
+    assert isinstance(caught.value, AccessError) == (url[0] == "s")
+
+
+@pytest.mark.parametrize(
+    ("detail", "remedy"),
+    [
+        ("Signature not valid in the specified time frame: Start [a] - Expiry [b] - Current [c]", "new credentials"),
+        ("Request date header too old: 'Mon, 23 Nov 2026 02:46:43 GMT'", "set the clock"),
+        ("The MAC signature found in the HTTP request 'A2Fz' is not the same as", "Storage Blob Data Contributor"),
+    ],
+)
+def test_azure_says_in_a_detail_what_is_wrong(detail: str, remedy: str, answers: Answers) -> None:
+    body = f"<Error><Code>AuthenticationFailed</Code><Message>Make sure that</Message>{DETAIL.format(detail)}</Error>"
+    answers.reply = lambda asked: Answer(403, body.encode())
+    with pytest.raises(AccessError, match=remedy) as caught:
+        opened("az://bucket/run", answers.url).get("key")
+    assert detail.partition("'")[0].strip() in caught.value.message
+    assert "A2Fz" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("scheme", "request_", "status", "body", "expected", "remedy"),
+    [
+        ("gs", GOOGLE, 400, '{"error": "invalid_grant", "error_description": "Token has been revoked."}', *REVOKED),
+        ("s3", AWS, 400, "<Error><Code>ExpiredTokenException</Code><Message>over</Message></Error>", *EXPIRED),
+        ("s3", AWS, 400, "<Error><Code>Throttling</Code></Error>", UnavailableError, "could not be renewed"),
+        ("gs", GOOGLE, 503, "", UnavailableError, "could not be renewed"),
+    ],
+)
+def test_service_that_refuses_to_give_credentials(
+    scheme: str, request_: str, status: int, body: str, expected: type[StoreError], remedy: str
+) -> None:
+    """As obstore 0.12.1 says it of services that a test cannot stand in for."""
+    answered = f"{request_} in 60ms - Server returned non-2xx status code: {status} Bad Request: {body}"
+    found = translate_error(ValueError(answered), FailedRequest("read key 'a'", "a", f"{scheme}://b/run", scheme))
+    assert type(found) is expected
+    assert remedy in found.message
 
 
 @pytest.mark.parametrize(

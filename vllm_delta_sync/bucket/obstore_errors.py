@@ -26,6 +26,10 @@ CLIENT_ERRORS = (ClientError, OSError, ValueError)
 _STATUS = re.compile(r"status code: (\d{3})( [A-Za-z -]+)?")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<\n]{1,300})")
+# What Azure says beyond a text that is always the same; up to what it quotes of the request, which has a signature.
+_DETAIL = re.compile(r"<AuthenticationErrorDetail>([^<\n']{1,200})")
+# Of a service that gives credentials.
+_DESCRIPTION = re.compile(r'"error_description":\s*"([^"\\\n]{1,300})')
 _SYSTEM = re.compile(r'message: "([^"]{1,200})"')
 # Texts of the object_store crate for a missing or incomplete answer.
 _NETWORK = re.compile(
@@ -42,11 +46,18 @@ _REPEATED_CODES = (
     "ConditionalRequestConflict",
     # The upload was completed, and the answer was lost.
     "NoSuchUpload",
+    # Of AWS's service for credentials, with status 400.
+    "Throttling",
+    "IDPCommunicationError",
 )
 _REFUSED_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthenticationFailed")
 _MACHINE = re.compile(r"/latest/(?:api/token|meta-data)|computeMetadata|metadata/identity/oauth2")
 """Metadata services, where machines of a cloud get credentials if the environment has none."""
-_ISSUERS = re.compile(r"Action=AssumeRoleWithWebIdentity|oauth2\.googleapis\.com|/oauth2/v2\.0/token|//169\.254\.170\.")
+_ISSUERS = re.compile(r"Error performing token request|Error performing POST REDACTED|//169\.254\.170\.")
+"""Requests to other services that give credentials. obstore hides the address of AWS's, which has the token."""
+_EXPIRED = re.compile(r"(?i)expired|not valid in the specified time frame")
+_CLOCK = re.compile(r"RequestTimeTooSkewed|Request date header too old|Signature expired|Signature not yet current")
+_REGIONS = re.compile(r"redirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException")
 _UNREACHED = re.compile(r"\b(?:EndpointConnection|ConnectTimeout|ReadTimeout|ConnectionClosed|HTTPClient)Error\b")
 """Errors of boto3 when it cannot renew credentials."""
 
@@ -102,7 +113,8 @@ class Cause:
     def of(cls, error: Exception) -> "Cause":
         full_text = str(error)
         first = full_text.split("\n\nDebug source:")[0].strip()
-        status, code, message = _STATUS.search(first), _CODE.search(first), _MESSAGE.search(first)
+        status, code = _STATUS.search(first), _CODE.search(first)
+        message = _DETAIL.search(first) or _MESSAGE.search(first) or _DESCRIPTION.search(first)
         reason = ": ".join(found[1].strip() for found in (code, message) if found is not None)
         if status is not None:
             text = f"the store answered {status[1]}{status[2] or ''}" + (f" ({reason})" if reason else "")
@@ -136,6 +148,11 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
         or cause.code in _REFUSED_CODES
     ):
         return _refused(error, cause, failed, request)
+    if cause.status == 400 and request.scheme == "s3" and "performing HEAD " in full_text:
+        # An answer to HEAD has no body. S3 refuses so what it refuses other requests for with a code.
+        return AccessError(
+            f"{failed}; renew the credentials if they have expired, or set AWS_REGION to the region of the bucket"
+        )
     if cause.code in _REPEATED_CODES or cause.status in _REPEATED or cause.network:
         return UnavailableError(f"{failed}; try again, and check the network and the store if that does not help")
     # obstore raises FileNotFoundError too for a server that refuses HEAD (405).
@@ -151,17 +168,21 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
 
 def _without_credentials(cause: Cause, full_text: str, request: FailedRequest) -> DeltaSyncError:
     """Return the error for a credential service that gave no credentials; outside a cloud there is no such service."""
-    denied = cause.status is not None and 400 <= cause.status < 500 and cause.status not in _REPEATED
+    again = cause.status in _REPEATED or cause.code in _REPEATED_CODES
+    denied = cause.status is not None and 400 <= cause.status < 500 and not again
     remedy = _CREDENTIALS.get(request.scheme, "check its credentials")
+    failed = f"cannot {request.action} of {request.url}"
+    why = cause.text.replace("the store answered", "the answer was")
+    machine = _MACHINE.search(full_text) is not None
+    if denied and not machine:
+        return AccessError(f"{failed}: the credentials of the environment were refused, {why}; renew them, or {remedy}")
     # A service that answered exists, so trying again may help.
-    if denied or (_MACHINE.search(full_text) and not request.answered and cause.status is None):
+    if denied or (machine and not request.answered and cause.status is None):
         return AccessError(
-            f"cannot {request.action} of {request.url}: the environment has no credentials, and this machine has no "
-            f"role that provides them ({cause.text}); {remedy}"
+            f"{failed}: the environment has no credentials, and this machine has no role that provides them ({why}); "
+            f"{remedy}"
         )
-    return UnavailableError(
-        f"cannot {request.action} of {request.url}: credentials could not be renewed ({cause.text}); try again"
-    )
+    return UnavailableError(f"{failed}: credentials could not be renewed ({why}); try again")
 
 
 def _refused(error: Exception, cause: Cause, failed: str, request: FailedRequest) -> DeltaSyncError:
@@ -169,10 +190,10 @@ def _refused(error: Exception, cause: Cause, failed: str, request: FailedRequest
         if _UNREACHED.search(str(error)):
             return UnavailableError(f"{failed}; credentials could not be renewed: try again")
         return AccessError(f"{failed}; {_CREDENTIALS.get(request.scheme, 'check its credentials')}")
-    if "Expired" in cause.code:
-        return AccessError(f"{failed}; get new credentials: these have expired")
-    if cause.code == "RequestTimeTooSkewed":
+    if _CLOCK.search(cause.text):
         return AccessError(f"{failed}; set the clock of this machine")
+    if _EXPIRED.search(cause.text):
+        return AccessError(f"{failed}; get new credentials: these have expired")
     remedy = _RIGHTS.get(request.scheme, "it has to be readable without credentials")
     return AccessError(f"{failed}; {remedy}")
 
@@ -187,7 +208,7 @@ def _missing(cause: Cause, failed: str, request: FailedRequest) -> DeltaSyncErro
 
 
 def _remedy(cause: Cause, full_text: str) -> str:
-    if "redirect" in cause.text or cause.code == "AuthorizationHeaderMalformed":
+    if _REGIONS.search(cause.text):
         return "set AWS_REGION to the region of the bucket, or store_endpoint to the address of the store"
     if cause.status == 501:
         return "use a store that supports If-None-Match on PUT, which create-if-absent requires"
