@@ -114,6 +114,20 @@ def test_the_option_comes_before_the_environment(answers: Answers, monkeypatch: 
             opened(url).get("key")
 
 
+@pytest.mark.parametrize(("scheme", "variable"), [("s3", "AWS_ENDPOINT_URL"), ("az", "AZURE_STORAGE_ENDPOINT")])
+def test_slash_at_the_end_of_an_endpoint_does_not_matter(
+    scheme: str, variable: str, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ANYBODY.items():
+        monkeypatch.setenv(name, value)
+    answers.reply = lambda asked: in_pieces(b"here", asked)
+    address = f"{answers.url}/devstoreaccount1/"
+    opened(f"{scheme}://bucket/run", address).get("key")
+    monkeypatch.setenv(variable, address)
+    opened(f"{scheme}://bucket/run").get("key")
+    assert {asked.path for asked in answers.asked} == {"/devstoreaccount1/bucket/run/key"}
+
+
 def test_an_endpoint_goes_for_one_kind_of_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)

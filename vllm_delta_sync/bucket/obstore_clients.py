@@ -214,15 +214,18 @@ def _endpoint(scheme: str, options: StoreOptions) -> dict[str, str]:
             raise UsageError(
                 f"environment variable {name} has a control character, such as the line end of a file; remove it"
             )
-    for name, address in _given_endpoints(scheme, options).items():
+    given = _given_endpoints(scheme, options)
+    for name, address in given.items():
         if not _is_address(address):
             shown = address.rpartition("@")[2].partition("?")[0][:200]
             raise UsageError(
                 f"{name} is {shown!r}, which is no address of a store; write http://host:port or https://host:port, or "
                 "unset it"
             )
-    # Set every name of this option, or another name in the environment would take precedence.
-    return {} if options.store_endpoint is None else dict.fromkeys(_OPTION_OF_ENDPOINT[scheme], options.store_endpoint)
+    first = next(iter(given.values()), None)
+    # Set every name of this option, or another name in the environment would take precedence. Without the slash at its
+    # end: after a path, obstore's clients for Google and Azure add another one, and ask for a container without a name.
+    return {} if first is None else dict.fromkeys(_OPTION_OF_ENDPOINT[scheme], first.rstrip("/"))
 
 
 def _given_endpoints(scheme: str, options: StoreOptions) -> dict[str, str]:
