@@ -84,7 +84,7 @@ class Publisher:
         Args:
             model: a module, an iterable of (checkpoint name, tensor) pairs that can be read repeatedly, or a function
                 without arguments that returns one. Left out with ``parts``.
-            make_options: stands for the arguments of ``PublisherOptions``, by position or name.
+            options: the arguments of ``PublisherOptions``, by position or name.
 
         Raises:
             UsageError: an argument is invalid, or ``expect_run`` is given and there is no run.
