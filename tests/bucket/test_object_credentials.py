@@ -11,6 +11,7 @@ import pytest
 from tests.support.answers import Answer, Answers, Asked, in_pieces, silent
 from tests.support.clouds import KEYS, SECRET, far_from_clouds, opened
 from tests.support.stores import s3_server
+from vllm_delta_sync.bucket import obstore_clients
 from vllm_delta_sync.errors import AccessError, StoreError, UnavailableError, UsageError
 
 
@@ -145,3 +146,24 @@ def test_a_profile_is_read_by_boto3(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(UsageError, match="pip install boto3"):
         opened(url)
+
+
+def test_file_that_is_in_the_middle_of_a_change_ends_nothing(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What follows a run for days goes on after errors of the store, and ends after those of how it was called."""
+    monkeypatch.setattr(obstore_clients, "RENEW_SECONDS", 0.0)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "trainer")
+    file.write_text("[trainer]\naws_access_key_id=KEY0\naws_secret_access_key=s\n")
+    role = Role(answers, seconds=60)
+    role.good = "KEY1"
+    bucket = opened("s3://bucket/run", answers.url)
+    with pytest.raises(AccessError, match="expired"):
+        bucket.get("key")
+    file.write_text("")
+    with pytest.raises(AccessError, match="trainer"):
+        bucket.get("key")
+    file.write_text("[trainer]\naws_access_key_id=KEY1\naws_secret_access_key=s\n")
+    assert bucket.get("key") == b"what is there"

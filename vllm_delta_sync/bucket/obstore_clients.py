@@ -13,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause
-from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.errors import AccessError, StoreError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 from vllm_delta_sync.urls import StoreLocation
 
@@ -70,7 +70,7 @@ class Clients:
     the parts of an upload: RetryingBucket could only send all of them again.
 
     Get the client again for each call: that raises StoreError after a fork (see ``check_process``), and returns new
-    clients after ``renew``.
+    clients after ``renew``, or raises AccessError.
 
     Raises:
         UsageError: obstore refuses a value of the environment.
@@ -87,7 +87,11 @@ class Clients:
     def __getitem__(self, use: Use) -> Any:
         check_process(self._url)
         with self._lock:
-            return self._ensure(use)
+            try:
+                return self._ensure(use)
+            except UsageError as error:
+                # The environment was right at the start. A file of credentials may be in the middle of a change.
+                raise AccessError(error.message) from error
 
     def renew(self) -> None:
         """Make the next calls read the credentials again, because they were refused.

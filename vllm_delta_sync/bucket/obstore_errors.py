@@ -58,7 +58,9 @@ _ISSUERS = re.compile(r"Error performing token request|Error performing POST RED
 _EXPIRED = re.compile(r"(?i)expired|not valid in the specified time frame")
 _CLOCK = re.compile(r"RequestTimeTooSkewed|Request date header too old|Signature expired|Signature not yet current")
 _REGIONS = re.compile(r"redirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException")
-_UNREACHED = re.compile(r"\b(?:EndpointConnection|ConnectTimeout|ReadTimeout|ConnectionClosed|HTTPClient)Error\b")
+_UNREACHED = re.compile(
+    r"\b(?:EndpointConnection|ProxyConnection|ConnectTimeout|ReadTimeout|ConnectionClosed|HTTPClient)Error\b"
+)
 """Errors of boto3 when it cannot renew credentials."""
 
 _CREDENTIALS = {
