@@ -1,6 +1,6 @@
 """Small models, sharded in the ways that trainers shard them, and the checkpoint tensors that they then have."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,10 +15,6 @@ from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_m
 from trainer_side.model.module import live_tensors
 
 Tensors = dict[str, torch.Tensor]
-
-
-def cut(offsets: Sequence[int], shape: Sequence[int]) -> Any:
-    return *(slice(at, at + size) for at, size in zip(offsets, shape, strict=True)), ...
 
 
 class Mixed(nn.Module):
@@ -128,12 +124,11 @@ def gathered(model: nn.Module) -> Tensors:
     return {key: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for key, t in state.items()}
 
 
-def reference(name: str, model: nn.Module) -> tuple[Tensors, Mapping[str, str]]:
-    """Checkpoint tensors of an unsharded model with the sharded one's weights of this moment, and the aliases.
+def reference(name: str, model: nn.Module) -> Tensors:
+    """Checkpoint tensors of an unsharded model with the sharded one's weights of this moment.
 
     Every rank has to call it: the weights are gathered.
     """
     plain = built(name)
     plain.load_state_dict(gathered(model))
-    live = live_tensors(plain)
-    return {key: tensor.clone() for key, tensor in live.read()}, live.aliases
+    return {key: tensor.clone() for key, tensor in live_tensors(plain).read()}

@@ -1,6 +1,7 @@
-"""Boxes of sharded tensors: each rank owns its part, all together own every element once, and others are refused."""
+"""Boxes of sharded tensors: all ranks together publish every element once, in any layout, and others are refused."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -9,49 +10,48 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.support.architectures import VOCABULARY
+from tests.trainer.sharded.models import built, fsdp
 from tests.trainer.sharded.nursery import Nursery
+from trainer_side import Publisher
 from trainer_side.model.conversion_trace import View
-from trainer_side.ranks.shard_parts import boxes_document, check_coverage, shard_views
-from vllm_delta_sync.errors import ModelError
+from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage, needs_ranks, shard_views
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
-from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, owns, whole_shape
-
-Pieces = list[tuple[Box, torch.Tensor]]
 
 
 def counted(*shape: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
 
 
-def described(pieces: Pieces) -> list[Any]:
-    return [[box.offsets, box.shape, box.whole, tensor.tolist()] for box, tensor in pieces]
+class Placed(nn.Module):
+    """Tensors as parameters of a module, whatever shards them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-def told(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {
-        name: [
-            list(whole_shape(tensor)),
-            described(local_boxes(tensor)),
-            described(local_boxes(tensor) if owns(tensor) else []),
-        ]
-        for name, tensor in tensors.items()
-    }
+SHAPES = {"even": (8, 4), "odd": (5, 3), "few": (1, 3), "deep": (3, 5, 2), "none": (0, 4)}
 
 
 def placed_tensors(mesh: DeviceMesh, placements: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
-    shapes = {"even": (8, 4), "odd": (5, 3), "few": (1, 3), "deep": (3, 5, 2), "none": (0, 4)}
     return {
         f"{name} {way}": distribute_tensor(counted(*shape), mesh, places)
-        for name, shape in shapes.items()
+        for name, shape in SHAPES.items()
         for way, places in placements.items()
     }
 
 
-def placed(rank: int, size: int) -> dict[str, Any]:
+def publish_placed(rank: int, size: int, url: str) -> None:
     flat = init_device_mesh("cpu", (size,))
     tensors = placed_tensors(flat, {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]})
     if size == 4:
@@ -62,71 +62,82 @@ def placed(rank: int, size: int) -> dict[str, Any]:
             "copied rows": [Replicate(), Shard(0)],
             "rows copied": [Shard(1), Replicate()],
         }
-        tensors |= {f"square {name}": tensor for name, tensor in placed_tensors(square, ways).items()}
+        tensors |= placed_tensors(square, ways)
         # A replica of its own for each half of the world, as tensor parallelism under DDP has it.
-        tensors |= {f"slice {name}": t for name, t in placed_tensors(square["tp"], {"rows": [Shard(0)]}).items()}
+        tensors |= placed_tensors(square["tp"], {"slice": [Shard(0)]})
     scalar = distribute_tensor(torch.tensor(0.0), flat, [Replicate()])
-    return told(tensors | {"scalar": scalar, "plain": counted(2, 3)})
-
-
-def check(ranks: list[dict[str, Any]]) -> None:
-    for name in ranks[0]:
-        shape = tuple(ranks[0][name][0])
-        whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-        times = np.zeros(shape, int)
-        for answer in ranks:
-            held = np.zeros(shape, int)
-            for column, count in ((1, held), (2, times)):
-                for offsets, size, every, values in answer[name][column]:
-                    assert tuple(every) == shape, name
-                    index = Box(tuple(offsets), tuple(size), shape).index
-                    assert np.array_equal(whole[index], np.array(values, np.float32)), name
-                    count[index] += 1
-            assert held.max(initial=0) <= 1, name
-        assert (times == 1).all(), f"{name}: {times}"
-
-
-def written(rank: int, size: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (size,))
-    tensor = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
-    before = layout(tensor)
-    for _, view in local_boxes(tensor):
-        view.fill_(rank + 1)
-    column = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)])
-    same = layout(tensor) == before
-    refused = ""
-    try:
-        local_boxes(DTensor.from_local(torch.zeros(2), mesh, [Partial()]), "sum")
-    except ModelError as error:
-        refused = error.message
-    shared = [is_sharded(tensor), is_sharded(tensor.to_local())]
-    return [tensor.full_tensor().tolist(), same, layout(column) == before, refused, shared]
+    model = Placed(tensors | {"scalar": scalar, "turned plain": counted(3, 2).t()})
+    with Publisher(model, url) as publisher:
+        for parameter in model.parameters():
+            parameter.add_(1)
+        publisher.publish(1)
+    partial = Placed({"sum": DTensor.from_local(torch.zeros(2), flat, [Partial()])})
+    with pytest.raises(ModelError, match=r"'sum' is a DTensor placed as P.*redistribute it to shards or replicas"):
+        Publisher(partial, f"{url}-partial")
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_the_ranks_own_is_the_whole_once(size: int, nursery: Nursery) -> None:
-    ranks = nursery.run(size, placed)
-    check(ranks)
-    assert all(len(local) == len(owned) == 1 for _, local, owned in (answer["even rows"] for answer in ranks))
-    assert [len(answer["even copies"][1]) for answer in ranks] == [1] * size
-    assert [len(answer["few rows"][1]) for answer in ranks] == [1] + [0] * (size - 1)
-    for whole, same, other, refused, shared in nursery.run(size, written):
-        # Pieces are views: what each rank wrote into its own is what the whole tensor has.
-        assert whole == [[float(row // -(-5 // size)) + 1] * 4 for row in range(5)]
-        assert (same, other) == (True, False)
-        assert "tensor 'sum' is a DTensor placed as P" in refused
-        assert "redistribute it to shards or replicas" in refused
-        assert shared == [True, False]
+def test_every_way_to_place_a_tensor_is_published_whole(size: int, nursery: Nursery, url: str) -> None:
+    nursery.run(size, publish_placed, url=url)
+    run = open_run(url)
+    for version in (0, 1):
+        for name, tensor in run.tensors(version):
+            whole = counted(3, 2).t() if name == "turned plain" else counted(*SHAPES.get(name.split()[0], ()))
+            assert torch.equal(tensor, whole + version), name
+    assert len(run.table) == (15 if size == 2 else 40) + 2
+    assert {ref.rank for ref in run.manifest(1).objects} == set(range(size))
+    assert run.verify().head == 1
 
 
-def test_a_plain_tensor_is_held_whole() -> None:
-    tensor = counted(2, 3).t()
-    ((box, view),) = local_boxes(tensor)
-    assert box == Box.all_of((3, 2))
-    assert view.data_ptr() == tensor.data_ptr()
-    assert owns(tensor)
-    assert local_boxes(torch.zeros(0, 3)) == []
-    assert local_boxes(torch.tensor(1.0))[0][0].shape == ()
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(6, 2))
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.register_buffer("count", torch.tensor(3))
+
+
+def edges(rank: int, size: int) -> list[Any]:
+    """Asserts, and returns the parts of a small module and how many elements this rank holds of a larger one."""
+    mesh, plain = init_device_mesh("cpu", (size,)), Small()
+    assert not any(map(needs_ranks, (plain, dict(plain.state_dict()), plain.parameters)))
+    # Between a forward pass and the next one FSDP2 may leave plain tensors in the module.
+    model: Any = fsdp(built("qwen3"), mesh=mesh)
+    with torch.no_grad():
+        model(torch.randint(3, VOCABULARY, (1, 4)))
+    assert not any(hasattr(parameter, "placements") for parameter in model.lm_head.parameters())
+    assert needs_ranks(model)
+    held = sum(tensor.numel() for _, tensor in ModuleParts(model).read())
+
+    def refused(live: Callable[[], Any], match: str) -> None:
+        with pytest.raises((TensorMismatchError, ModelError), match=match):
+            live()
+
+    small: Any = fully_shard(Small(), mesh=mesh)
+    live = ModuleParts(small)
+    small.extra = nn.Parameter(torch.zeros(2))
+    refused(lambda: dict(live.read()), "'extra' appeared since the publisher was made")
+    del small.extra
+    dict(live.read())
+    small.weight = nn.Parameter(distribute_tensor(torch.zeros(7, 2), mesh))
+    refused(lambda: dict(live.read()), r"'weight' is now torch.float32 \[7, 2\], but was torch.float32 \[6, 2\]")
+    small.weight = nn.Parameter(distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh))
+    refused(lambda: dict(live.read()), "'weight' is sharded in another way than when the publisher was made")
+    split: Any = built("split")
+    fully_shard(split.model.H_module.layers[0].mlp.gate_proj, mesh=mesh)
+    cannot = (
+        "mlp.gate_up_proj.weight' is composed of .*cannot be traced shard by shard; leave these parameters unsharded"
+    )
+    refused(lambda: ModuleParts(split), cannot)
+    meta: Any = fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh)
+    refused(lambda: ModuleParts(meta), "is on the meta device and has no data")
+    return [list(live.parts), held]
+
+
+def test_edges_of_a_sharded_model(nursery: Nursery) -> None:
+    (first, one), (second, other) = nursery.run(2, edges)
+    assert (first, second) == (["weight[0:3,0:2]", "bias", "count"], ["weight[3:6,0:2]"])
+    assert one + other == sum(tensor.numel() for tensor in built("qwen3").parameters())
 
 
 def refusal(shape: tuple[int, ...], boxes: list[list[Box]]) -> str:
@@ -156,11 +167,6 @@ def test_boxes_are_judged_as_elements_that_are_counted(dimensions: int, data: st
     message = refusal(shape, [[], *boxes])
     assert (message == "") == bool((times == 1).all())
     assert not message or "share elements of tensor 'x'" in message or f"the ranks hold {times.sum()} of the" in message
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0)])
-def test_tensors_without_elements_need_no_rank(shape: tuple[int, ...]) -> None:
-    assert refusal(shape, [[]]) == refusal(shape, [[Box.all_of(shape)], [Box.all_of(shape)]]) == ""
 
 
 @st.composite

@@ -385,7 +385,7 @@ def bytes_bounded(rank: int, size: int, url: str, most: int) -> list[Any]:
     def publish(step: int, exact: bool = False) -> None:
         before = dict(open_run(url).tensors()) if rank == 0 else {}
         result = publisher.publish(step, wait=True, exact=exact)
-        wanted, held = reference("qwen3 moe", model)[0], result.held_back
+        wanted, held = reference("qwen3 moe", model), result.held_back
         found.append([result.payload_bytes, 0 if held is None else held.elements])
         if rank == 0:
             check(before, dict(open_run(url).tensors(result.version)), wanted, held)

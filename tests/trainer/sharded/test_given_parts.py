@@ -1,5 +1,6 @@
 """Parts that ranks yield themselves: any layout publishes what one process would, and what does not fit is refused."""
 
+import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer_side import Budget, Gate, Part, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import DeltaSyncError, GateError, TensorMismatchError, UsageError
 from vllm_delta_sync.format.limits import MAX_TENSOR_NAME_BYTES
+from vllm_delta_sync.tensors.boxes import Box
 
 STEPS = 5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 300}
@@ -215,6 +217,51 @@ def test_boxes_of_one_process_may_be_any_views_of_its_memory(tmp_path: Path) -> 
     with open_run(url) as run:
         assert_holds(run, 5, expected())
         assert run.verify().head == 5
+
+
+SHAPES = {"a": (6, 8), "a.b": (5,), "b": (4, 3, 5), "c": (), "A": (2, 9)}
+
+
+def divided(chance: random.Random, box: Box, most: int) -> list[Box]:
+    """Some boxes that are this one together; a cut along any dimension, so that their elements lie between others'."""
+    dimensions = [axis for axis, size in enumerate(box.shape) if size > 1]
+    if not most or not dimensions:
+        return [box]
+    axis = chance.choice(dimensions)
+    at = chance.randrange(1, box.shape[axis])
+
+    def replaced(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis + 1 :])
+
+    lower = Box(box.offsets, replaced(box.shape, at), box.whole)
+    upper = Box(replaced(box.offsets, box.offsets[axis] + at), replaced(box.shape, box.shape[axis] - at), box.whole)
+    return [*divided(chance, lower, most - 1), *divided(chance, upper, most - 1)]
+
+
+@pytest.mark.parametrize("codec", ["plain", "raw"])
+@pytest.mark.parametrize("seed", range(6))
+def test_boxes_cut_anywhere_publish_what_the_whole_is(seed: int, codec: Any, url: str) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    dtypes = [torch.float32, torch.bfloat16]
+    tensors = {name: torch.randn(shape).to(chance.choice(dtypes)) for name, shape in SHAPES.items()}
+    shards = Shards(
+        *(
+            Part(name, shape, box.offsets, tensors[name][box.index])
+            for name, shape in SHAPES.items()
+            for box in divided(chance, Box.all_of(shape), chance.randrange(4))
+        )
+    )
+    history = [snapshot(tensors)]
+    with Publisher(None, url, parts=shards, codec=codec) as publisher:
+        for step in (1, 2):
+            chance.shuffle(shards.parts)
+            for tensor in tensors.values():
+                tensor[torch.rand(tensor.shape) < 0.2] += 1
+            changed = sum(int((tensor != history[-1][name]).sum()) for name, tensor in tensors.items())
+            assert publisher.publish(step, wait=True).changed == changed
+            history.append(snapshot(tensors))
+    assert_versions(url, history)
 
 
 def publish_numbers_of_numpy(rank: int, size: int, folder: str) -> None:

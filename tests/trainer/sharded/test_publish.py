@@ -55,7 +55,10 @@ def publish_both(rank: int, size: int, url: str, way: str, name: str, codec: Lit
 CASES = [
     ("fsdp", "mixed", 2, "tiled"),
     pytest.param("fsdp", "mixed", 4, "raw", marks=pytest.mark.slow),
-    pytest.param("fsdp", "qwen3", 4, "tiled", marks=pytest.mark.slow),
+    *(
+        pytest.param(way, name, 4, "tiled", marks=pytest.mark.slow)
+        for way, name in (("fsdp", "qwen3"), ("fsdp", "llama tied"), ("fsdp tp", "qwen3"), ("columns", "qwen3 moe"))
+    ),
     ("ddp", "llama tied", 2, "tiled"),
     pytest.param("hybrid", "qwen3 moe", 4, "tiled", marks=pytest.mark.slow),
     ("fsdp", "qwen3 moe", 2, "raw"),
