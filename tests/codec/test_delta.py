@@ -1,7 +1,7 @@
 """Delta objects: what is encoded comes back bit by bit, whatever the dtype, codec, compression and pattern."""
 
 import itertools
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,11 +9,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.architectures import Plain, adamw, train
-from tests.support.publishing import assert_versions, published
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from tests.support.seeds import few_by_default
-from trainer_side import Publisher
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
@@ -22,7 +19,6 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import DTYPES, TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.compact import compact
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Sparse
 
 COMPRESSIONS: list[Compression] = ["zstd", "none"]
@@ -124,52 +120,3 @@ def test_what_a_manifest_must_require() -> None:
     assert required_features("plain", "zstd") == ["plain", "zstd"]
     assert required_features("plain", "none") == ["plain"]
     assert required_features("raw", "zstd") == ["raw"]
-
-
-# A large delta is parted into objects that go up side by side, and reads back as one
-
-
-def _by_tensor(changes: Changes) -> dict[int, Any]:
-    found: dict[int, Any] = {full.id: ("full", full.bits.tobytes()) for full in changes.full}
-    for group in changes.sparse:
-        for tensor, positions, data in group.tensors():
-            found[tensor] = (group.dtype, group.relative, positions.tobytes(), data.tobytes())
-    return found
-
-
-def _bytes_of(changes: Changes) -> int:
-    sparse = sum(group.positions.nbytes + group.data.nbytes for group in changes.sparse)
-    return sparse + sum(full.bits.nbytes for full in changes.full)
-
-
-@given(seed=st.integers(0, 2**32), most=st.integers(1, 20_000), share=st.sampled_from([0.01, 0.3, 0.95]))
-def test_parts_are_the_whole(seed: int, most: int, share: float) -> None:
-    table, random = every_dtype_table(), np.random.default_rng(seed)
-    old = random_bits(table, random)
-    changes = changes_between(table, old, nudge(old, random, share))
-    parts = changes.parts(most)
-    together: dict[int, Any] = {}
-    ids: list[int] = []
-    for part in parts:
-        assert _bytes_of(part) <= most or len(_by_tensor(part)) == 1
-        assert set(part.fingerprints) == set(_by_tensor(part)) or len(parts) == 1
-        together |= _by_tensor(part)
-        ids += sorted(_by_tensor(part))
-    assert together == _by_tensor(changes)
-    assert ids == sorted(ids)
-    assert sum((part.fingerprint for part in parts[1:]), parts[0].fingerprint) == changes.fingerprint
-
-
-@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
-def test_a_run_of_parted_deltas(tmp_path: Any, codec: Any) -> None:
-    url, model = str(tmp_path / "run"), Plain()
-    optimizer, history = adamw(model), [published(model)]
-    with Publisher(model, url, codec=codec, shard_bytes=1) as publisher:
-        for step in range(1, 5):
-            train(model, optimizer)
-            publisher.publish(step=step, wait=True)
-            history.append(published(model))
-    run = assert_versions(url, history)
-    assert all(len(run.manifest(version).objects) > 1 for version in range(1, 5))
-    compact(run)
-    assert_versions(url, history)

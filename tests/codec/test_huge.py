@@ -12,7 +12,7 @@ from tests.support.differences import joined
 from tests.support.merging import merged
 from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _Comparer
-from trainer_side.diff.reader import boxes, split_boxes
+from trainer_side.diff.reader import split_boxes
 from trainer_side.model.conversion_trace import View, trace
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
@@ -127,12 +127,6 @@ def test_shares_of_threads_make_up_a_huge_tensor(shape: tuple[int, ...], turned:
 def measured(index: tuple[int | slice, ...], shape: tuple[int, ...]) -> int:
     ranges = [1 if isinstance(at, int) else at.stop - at.start for at in index]
     return math.prod(ranges) * math.prod(shape[len(index) :])
-
-
-def test_boxes_of_a_huge_shape_start_where_they_are() -> None:
-    found = list(boxes((2**17, 2**17), 2**24))
-    assert found[-1][0] == 2**34 - 2**24
-    assert len(found) == 2**10
 
 
 def test_experts_far_inside_a_stacked_weight_are_windows_of_it() -> None:

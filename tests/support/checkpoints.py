@@ -1,11 +1,6 @@
-"""Checkpoint folders as trainers write them; as a program, a trainer that writes several of them, slowly.
-
-``python -m tests.support.checkpoints FOLDER STEP…`` writes ``FOLDER/checkpoint-STEP`` for each step, file by file and
-each file in pieces.
-"""
+"""Checkpoint folders as trainers write them, at once or slowly: file by file and each file in pieces."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -75,8 +70,3 @@ def write_slowly(folder: Path, step: int, seconds: float) -> None:
             for start in range(0, len(data), size):
                 file.write(data[start : start + size])
                 time.sleep(seconds / len(files) / PIECES)
-
-
-if __name__ == "__main__":
-    for text in sys.argv[2:]:
-        write_slowly(Path(sys.argv[1]) / f"checkpoint-{text}", int(text), seconds=1.0)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from tests.support.architectures import same_bits
-from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint
+from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint, write_slowly
 from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import trainer_of
@@ -302,16 +303,15 @@ def test_a_checkpoint_that_vanishes_is_one_log_line(
 
 def test_what_a_slow_trainer_writes_is_published_bit_for_bit(out: Path, url: str) -> None:
     steps = (5, 10)
-    command = [sys.executable, "-m", "tests.support.checkpoints", str(out), *map(str, steps)]
+    trainer = threading.Thread(target=lambda: [write_slowly(out / f"checkpoint-{step}", step, 0.5) for step in steps])
     results: list[PublishedCheckpoint] = []
-    with subprocess.Popen(command) as trainer, CheckpointPublisher(url) as publisher:
-        try:
-            for result in CheckpointWatcher(out, publisher, POLL).watch():
-                results.append(result)
-                if result.step == steps[-1]:
-                    break
-        finally:
-            trainer.kill()
+    with CheckpointPublisher(url) as publisher:
+        trainer.start()
+        for result in CheckpointWatcher(out, publisher, POLL).watch():
+            results.append(result)
+            if result.step == steps[-1]:
+                break
+    trainer.join()
     assert [result.outcome for result in results] == ["published"] * 2
     assert steps_of(url) == [*steps]
     assert_versions(url, [weights(step) for step in steps])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.publishers import Down, FailAt, Gated, Hooked, Trainer, assert_holds, publish
-from trainer_side import Budget, Gate, Publisher, PublishResult
+from trainer_side import Budget, Gate, Publisher, PublishResult, session
 from trainer_side.integrations.training import TrainingPublisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, GateError, PublishError, PublishTimeoutError, StoreError, UsageError
@@ -27,7 +27,7 @@ def test_a_store_that_comes_back_in_time(at: str, bucket: Hooked, trainer: Train
     publisher.publish(1)
     closing = threading.Thread(target=publisher.close)
     closing.start()
-    while away.tries < 3:
+    while away.tries < 2:
         assert closing.is_alive()
     away.down = False
     closing.join()
@@ -161,7 +161,10 @@ def test_what_the_gate_refuses_stays_refused(bucket: Hooked, trainer: Trainer) -
     assert steps_of(bucket) == [0]
 
 
-def test_a_model_that_cannot_be_compared_any_more_is_named(bucket: Hooked, trainer: Trainer) -> None:
+def test_a_model_that_cannot_be_compared_any_more_is_named(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_ATTEMPTS", 1)
     publisher = Publisher(lambda: trainer.live.items(), bucket, every=2)
     publisher.publish(1)
     del trainer.live["a"]

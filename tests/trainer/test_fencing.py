@@ -12,7 +12,7 @@ import torch
 from tests.support.checkpoints import write_checkpoint
 from tests.support.notices import DEADLINE_SECONDS as SECONDS
 from tests.support.publishers import FailAt, Hooked, Once, Trainer, assert_holds, assert_stopped, publish, small_trainer
-from trainer_side import Publisher, writer
+from trainer_side import Publisher, session, writer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.errors import ConflictError, LimitError, PublishError
@@ -204,7 +204,8 @@ def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hook
     assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 4
 
 
-def test_last_commit_that_cannot_be_read_is_not_built_upon(bucket: Hooked) -> None:
+def test_last_commit_that_cannot_be_read_is_not_built_upon(bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_ATTEMPTS", 1)
     trainer = small_trainer()
     former = Publisher(trainer.live, bucket)
     later, _ = overtaken(former, bucket, trainer, step=1)

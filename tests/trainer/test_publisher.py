@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,22 +22,31 @@ from vllm_delta_sync.errors import LimitError, ModelError, TensorMismatchError, 
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.compact import compact
 from vllm_delta_sync.tensors.changes import Changes, Full
 
 
 @pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
-@pytest.mark.parametrize("compression", ["zstd", "none"])
-def test_every_version_is_the_trainers_weights(url: str, codec: Any, compression: Any) -> None:
+@pytest.mark.parametrize(("compression", "shard_bytes"), [("zstd", 2**30), ("zstd", 1), ("none", 1)])
+def test_every_version_is_the_trainers_weights(url: str, codec: Any, compression: Any, shard_bytes: int) -> None:
+    """Also where each tensor that changes is an object of its own, and once versions are merged."""
     model = Plain()
     optimizer = adamw(model)
     history = [published(model)]
-    with Publisher(model, url, codec=codec, compression=compression) as publisher:
-        for step in range(1, 4):
+    with Publisher(model, url, codec=codec, compression=compression, shard_bytes=shard_bytes) as publisher:
+        for step in range(1, 5):
             train(model, optimizer)
             result = publisher.publish(step=step, wait=True)
             history.append(published(model))
             assert (result.version, result.step, result.kind) == (step, step, "delta")
-    assert assert_versions(url, history).head().step == 3
+    run = assert_versions(url, history)
+    assert run.head().step == 4
+    for version, (old, new) in enumerate(pairwise(history), start=1):
+        changed = [name for name in new if not same_bits(old[name], new[name])]
+        assert len(run.manifest(version).objects) == (len(changed) if shard_bytes == 1 else 1)
+        assert len(changed) > 1
+    compact(run)
+    assert_versions(url, history)
 
 
 DTYPES = [

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -417,42 +417,3 @@ def test_all_ranks_together_keep_to_the_bytes(nursery: Nursery, tmp_path: Path) 
     run = open_run(url)
     assert {ref.rank for ref in run.manifest(1).objects} == {0, 1, 2, 3}
     assert run.verify().replayed
-
-
-# DeepSpeed
-
-
-def partitions(rank: int, size: int, url: str) -> list[Any]:
-    """Training with ZeRO-3, whose partitions are ranges of flat parameters, with a gate and a budget."""
-    from tests.trainer.sharded.test_deepspeed import engine_of, reference, train
-
-    engine, history = engine_of(3, "llama tied", "bf16"), []
-    whole = reference("llama tied", engine)
-    given: Any = {
-        "gate": Gate(max_changed_share=0.4, action="quarantine"),
-        "budget": Budget(max_share=0.3, exact_every=3),
-        "merge": False,
-    }
-    with ExitStack() as stack:
-        publisher = stack.enter_context(Publisher(engine, url, **given))
-        alone = None
-        if rank == 0:
-            alone = stack.enter_context(Publisher(lambda: whole.items(), f"{url}-alone", **given))
-        for step in range(6):
-            train(engine, rank)
-            whole.update(reference("llama tied", engine))
-            mine = outcome_of(publisher, step, exact=False)
-            history.append([mine, None if alone is None else outcome_of(alone, step, exact=False)])
-        whole.update(reference("llama tied", engine))
-    engine.destroy()
-    return history
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_partitions_are_judged_and_selected_as_for_one_process(size: int, nursery: Nursery, tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    said = nursery.run(size, partitions, url=url)
-    assert_same_runs(url, said)
-    assert {bool(ours["held back"]) for ours, _ in said[0]} == {True, False}
-    assert {bool(ours["quarantined"]) for ours, _ in said[0]} == {True, False}
