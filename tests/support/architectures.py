@@ -2,78 +2,44 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.tiny import FAMILIES
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 VOCABULARY = 64
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 16}
 
 
-def qwen3(tied: bool = True, **options: object) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=8, tie_word_embeddings=tied, **options))
+def small(family: str, **options: object) -> Any:
+    """A model of ``tests.support.tiny`` with other fields of its config, whose dtype no config names."""
+    config = FAMILIES[family]()
+    config.update(options)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def qwen3_moe(**options: object) -> Qwen3MoeForCausalLM:
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **_MOE, head_dim=8, num_experts=6, **options))
+def qwen3(tied: bool = True, **options: object) -> Any:
+    return small("qwen3", **_SIZES, tie_word_embeddings=tied, **options)
 
 
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**_COMMON, head_dim=8))
-
-
-def gemma3() -> Gemma3ForCausalLM:
-    return Gemma3ForCausalLM(Gemma3TextConfig(**_COMMON, head_dim=8))
-
-
-def mixtral() -> MixtralForCausalLM:
-    return MixtralForCausalLM(MixtralConfig(**_COMMON, head_dim=8, num_local_experts=4))
-
-
-def deepseek() -> DeepseekV3ForCausalLM:
-    routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    sizes = {**_COMMON, "num_key_value_heads": _COMMON["num_attention_heads"]}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **_MOE, **_LATENT, **routed))
+def qwen3_moe(**options: object) -> Any:
+    return small("qwen3_moe", **_SIZES, **_EXPERTS, **options)
 
 
 TRANSFORMERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3 tied": qwen3,
     "qwen3 untied": lambda: qwen3(tied=False),
-    "llama": llama,
-    "gemma3": gemma3,
+    "llama": lambda: small("llama", **_SIZES),
+    "gemma3": lambda: small("gemma3", **_SIZES),
     "qwen3 moe": qwen3_moe,
-    "mixtral": mixtral,
-    "deepseek v3": deepseek,
+    "mixtral": lambda: small("mixtral", **_SIZES),
+    "deepseek v3": lambda: small("deepseek_v3", vocab_size=VOCABULARY),
 }
 
 

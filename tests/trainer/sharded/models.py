@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import HrmTextConfig, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import HrmTextConfig, HrmTextForCausalLM
 
-from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_moe, train
+from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_moe, small, train
 from trainer_side.model.module import live_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -32,13 +32,11 @@ class Mixed(nn.Module):
         self.register_buffer("seen", torch.zeros(2))
 
 
-def tied_llama() -> LlamaForCausalLM:
+def tied_llama() -> Any:
     """Sizes that 2 or 4 ranks do not divide."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=30, intermediate_size=45, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=3, head_dim=10, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 30, "intermediate_size": 45, "head_dim": 10}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    return small("llama", **sizes, **heads, tie_word_embeddings=True)
 
 
 def split() -> HrmTextForCausalLM:

@@ -9,48 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.publishing import assert_holds
-from tests.trainer.sharded.models import fsdp
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.test_deepspeed import deepspeed_on_cpu
 from tests.trainer.sharded.test_load_into import whole
 from trainer_side import DeltaSyncCallback
 from vllm_delta_sync.client import open_run
-
-
-def train_shards(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """The events of three steps on a model sharded by FSDP2, as Accelerate does on accelerators only."""
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
-
-    from tests.support.tiny import make_model, train_steps
-    from tests.support.trainers import SIZES
-
-    model: Any = fsdp(make_model("qwen3", **SIZES))
-    callback = DeltaSyncCallback(bucket=f"{folder}/run", every=2)
-    given = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, report_to="none")
-    state, control = TrainerState(max_steps=3, is_world_process_zero=rank == 0), TrainerControl()
-    handler = CallbackHandler([DefaultFlowCallback(), callback], model, None, None, None)
-    handler.on_train_begin(given, state, control)
-    took_part = callback.publisher is not None
-    steps = train_steps(model, lr=1e-3)
-    for state.global_step in (1, 2, 3):
-        next(steps)
-        handler.on_step_end(given, state, control)
-    handler.on_train_end(given, state, control)
-    trained = gathered(model)
-    if rank == 0:
-        save_file(trained, f"{folder}/trained.safetensors")
-    return {"took_part": took_part, "closed": callback.publisher is None}
-
-
-def test_a_callback_publishes_shards_from_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    told = nursery.run(2, train_shards, folder=str(tmp_path))
-    assert told == [{"took_part": True, "closed": True}] * 2
-    run = open_run(str(tmp_path / "run"))
-    assert [manifest.step for manifest in run.log() if manifest.version] == [2, 3]
-    assert {ref.rank for ref in run.manifest(2).objects} == {0, 1}
-    assert_holds(run, 2, load_file(tmp_path / "trained.safetensors"))
-
 
 LAYERS = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -130,8 +93,7 @@ def published(kind: str, nursery: Nursery, folder: Path, adapter: bool = False) 
     return told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2 from rank 0"])
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("fsdp2 from rank 0", marks=pytest.mark.slow)])
 def test_accelerate_shards_by_fsdp2(kind: str, nursery: Nursery, tmp_path: Path) -> None:
     told = published(kind, nursery, tmp_path)
     assert [rank["sharded"] for rank in told] == [[True]] * 2
