@@ -1,6 +1,5 @@
 """Which routes take a version, on the application that vLLM builds for each kind of model, and how they refuse one."""
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterator
@@ -275,31 +274,6 @@ def test_session_waits_at_the_handshake_or_is_refused_there(site: Site) -> None:
             shake_hands(X_Delta_Sync_Min_Version=served + 9)
         assert found.value.response.status_code == 409
         site.service.request("release").result(120)
-
-
-def test_session_is_closed_where_a_handshake_cannot_be_answered(site: Site) -> None:
-    """As by a server without the ASGI extension for it."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "websocket.connect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "websocket",
-        "path": "/v1/realtime",
-        "headers": [(EXACT.lower().encode(), b"0")],
-        "query_string": b"",
-        "subprotocols": [],
-        "app": site.app,
-    }
-    asyncio.run(site.app(scope, receive, send))  # type: ignore[arg-type]
-    [message] = sent
-    assert (message["type"], message["code"]) == ("websocket.close", 1008)
-    assert message["reason"].startswith(f"{EXACT} is not supported on /v1/realtime")
-    assert len(message["reason"].encode()) <= 123
 
 
 def test_without_a_receiver_nothing_is_refused() -> None:

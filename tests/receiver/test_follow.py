@@ -1,7 +1,6 @@
 """A receiver follows a real run on plain modules, refuses bad versions, and keeps weights whole: one rank and more."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from tests.support.modules import FusedModel, ModulePort, save_base
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync.engine.commit import transaction
-from vllm_delta_sync.engine.commit.transaction import Transaction
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.engine.protocol import Revert
 from vllm_delta_sync.errors import (
     EngineError,
     FingerprintError,
@@ -262,13 +259,3 @@ def test_engine_whose_weights_are_unknown_is_ended_and_not_resumed_again(world: 
     assert port.log.count("resume") == (0 if fault == "weights are lost" else 1)
     assert len(port.ended) == 1
     assert world.receiver.status()["state"] == "lost"
-
-
-def test_phases_of_a_pause_are_reported_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 10.25, 10.75, 11.75])
-    monkeypatch.setattr(transaction, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    port = ModulePort()
-    moving = Transaction(port, Revert(0), 1, "run")
-    moving.commit()
-    assert moving.resume() == {"wait": 250.0, "commit": 500.0, "resume": 1000.0, "pause": 1750.0}
-    assert port.log == ["pause", "revert", "label 0", "resume"]

@@ -304,10 +304,3 @@ def test_tokens_of_one_rank_are_exact() -> None:
     assert mine.any()
     assert not mine.all()
     assert torch.equal(layer.computed(here)[mine].view(torch.int16), layer.computed()[mine].view(torch.int16))
-
-
-def test_input_that_is_not_finite_stays_with_its_own_rank() -> None:
-    layer = Layer(torch.float32)
-    layer.x[0] = torch.inf
-    elsewhere = [expert for expert in range(EXPERTS) if expert not in layer.ids[0].tolist()]
-    assert not layer.computed(elsewhere)[0].any()

@@ -2,11 +2,9 @@
 
 import logging
 import re
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -14,14 +12,13 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.support.chains import Server
 from tests.support.marked import MarkedChain
-from tests.support.running import ROOT, run_python
+from tests.support.running import ROOT
 from tests.support.world import World
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.follow import updater
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES
-from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError, error_kinds
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.server_client import ServerStatus
@@ -108,24 +105,6 @@ def test_a_quarantined_head_is_shown_until_a_sound_version_follows(tmp_path: Pat
         chain.play(played)
         server.receiver.advance()
         assert sample("head_quarantined") == quarantined
-
-
-def test_gauges_of_an_older_status_are_never_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of notices changes the status too: its change comes while another's is being written."""
-    board = StatusBoard("follow")
-    board.export_metrics()
-    show, newer = metrics.show, threading.Thread(target=board.set, kwargs={"undo": [0, 1]})
-
-    def slow(*shown: Any) -> None:
-        if threading.current_thread() is not newer and newer.ident is None:
-            newer.start()
-            newer.join(0.5)
-        show(*shown)
-
-    monkeypatch.setattr(metrics, "show", slow)
-    board.set(undo=[0])
-    newer.join()
-    assert sample("undo_versions") == 2
 
 
 def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) -> None:
@@ -216,45 +195,6 @@ def test_every_metric_is_documented() -> None:
         for name, text in names.items()
     }
     assert set(rows) == expected
-
-
-SERVERS = """
-import os
-from prometheus_client import generate_latest
-from vllm.v1.metrics.prometheus import get_prometheus_registry
-from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.engine.staging.stage import PhaseTimer
-
-def serve(role, versions=0, state=""):
-    metrics.observe_admission("served", 0.01)
-    if role != "follower":
-        metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
-        board = StatusBoard("follow")
-        board.export_metrics()
-        board.enter(state, undo=list(range(versions)))
-
-for server in (("leader", 3, "committing"), ("follower",), ("successor", 2, "idle")):
-    child = os.fork()
-    if not child:
-        serve(*server)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-print(generate_latest(get_prometheus_registry()).decode())
-"""
-
-
-@pytest.mark.slow
-def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Path) -> None:
-    done = run_python("-c", SERVERS, environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)})
-    shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", done.stdout, re.MULTILINE))
-    assert shown['delta_sync_admission_seconds_count{outcome="served"}'] == "3.0"
-    assert shown["delta_sync_versions_total"] == "5.0"
-    assert shown['delta_sync_phase_seconds_count{phase="fetch"}'] == "2.0"
-    assert shown["delta_sync_undo_versions"] == "2.0"
-    assert shown["delta_sync_served_version"] == "NaN"
-    assert (shown['delta_sync_state{state="idle"}'], shown['delta_sync_state{state="committing"}']) == ("1.0", "0.0")
-    assert not [name for name in shown if "pid=" in name]
 
 
 # The line of the log for each change of weights

@@ -5,7 +5,6 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.support.seeds import seeds
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.engine.planning.run_history import ancestry, connect_runs
 from vllm_delta_sync.engine.protocol import ClaimedVersion, Describe, unwrap
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import (
@@ -44,66 +42,6 @@ from vllm_delta_sync.run.restore import restore
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     return Chain(tmp_path)
-
-
-def spoil(how: str) -> Callable[[Chain], None]:
-    """The newer of two anchors is bad, and versions before both are lost."""
-
-    def change(chain: Chain) -> None:
-        chain.beside_it(6)
-        newer = chain.beside_it(9)
-        if how == "document":
-            chain.spoil_anchor(9)
-        elif how == "object":
-            chain.damage(newer)
-        else:
-            other = newer.model_copy(update={"manifest": "0" * 64})
-            (chain.folder / side.anchor_key(9)).write_bytes(other.to_bytes())
-        chain.lose(3, 4, 5)
-
-    return change
-
-
-def anchor_behind_damage(chain: Chain) -> None:
-    chain.inside(chain.bits[5])
-    chain.grow(2)
-    chain.lose(4)
-    chain.spoil_manifest(5)
-
-
-def no_way_back_from_a_hole(chain: Chain) -> None:
-    chain.merge(0, 4)
-    chain.merge(4, 8)
-    chain.lose(5, 7)
-
-
-def only_an_anchor(chain: Chain) -> None:
-    chain.beside_it(6)
-    chain.lose(0, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("versions", "held", "change", "commits"),
-    [
-        pytest.param(9, 5, no_way_back_from_a_hole, 1, id="rebuilt where the way back is lost too"),
-        pytest.param(12, 2, spoil("document"), 2, id="bad document of an anchor leaves the one before"),
-        pytest.param(12, 2, spoil("object"), 2, id="bad object of an anchor leaves the one before"),
-        pytest.param(12, 2, spoil("other version"), 2, id="anchor of another manifest leaves the one before"),
-        pytest.param(5, 3, anchor_behind_damage, 2, id="anchor in the chain is reached over damaged manifests"),
-        pytest.param(8, None, only_an_anchor, 2, id="server that holds nothing takes the newest anchor"),
-    ],
-)
-def test_head_is_reached_around_what_is_lost(
-    chain: Chain, versions: int, held: int | None, change: Callable[[Chain], None], commits: int
-) -> None:
-    """Args: held: what is served before the change (None: other weights). commits: how many it may take at most."""
-    chain.grow(versions)
-    server = Server(chain, [bits ^ np.uint16(1) for bits in chain.bits[0]] if held is None else chain.bits[0])
-    if held is not None:
-        server.receiver.advance(held)
-    change(chain)
-    server.reaches(len(chain.manifests) - 1, commits)
-    assert server.receiver.status()["last_error"] is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -580,11 +518,3 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     assert (server.receiver.served_version, server.commits) == (3, 0)
     branch.grow(1)
     server.reaches(4, commits=1)
-
-
-def test_lines_end_where_a_run_comes_round_again(source: Chain) -> None:
-    branch = source.branch("branch", 3, seed=1)
-    run = open_run(branch.url)
-    found = ancestry(run, 0)
-    assert [(point.run.info.run, point.version) for point in found] == [(branch.run, 0), (source.run, 3)]
-    assert connect_runs(found[:1], found[1:]) is None

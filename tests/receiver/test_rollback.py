@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from tests.support.world import World
-from vllm_delta_sync.engine.commit.apply import ENTRIES, FINGERPRINT_BYTES, UndoEntry, UndoLog
+from vllm_delta_sync.engine.commit.apply import FINGERPRINT_BYTES
 from vllm_delta_sync.engine.commit.transaction import common_version
-from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert, unwrap
 from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError
-from vllm_delta_sync.format.fingerprint import Fingerprint
 
 
 @pytest.fixture(params=[("plain", 1), ("raw", 2)], ids=str)
@@ -154,20 +152,6 @@ def test_a_pause_that_waits_for_requests_is_shown(world: World) -> None:
     assert states == [("commit", "committing"), ("commit", "committing"), ("revert", "committing")]
 
 
-def push(log: UndoLog, version: int, fingerprints: int) -> None:
-    patch = StagedPatch(version, [], Fingerprint(), [], [])
-    log.push(UndoEntry(patch, {}, [Fingerprint()] * fingerprints, version - 1))
-
-
-def test_log_keeps_so_many_commits_and_no_more() -> None:
-    log = UndoLog()
-    for version in range(1, ENTRIES + 50):
-        push(log, version, 0)
-        log.trim(10**12)
-    assert len(log.versions) == ENTRIES
-    assert log.versions[0] == ENTRIES + 48
-
-
 def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> None:
     world.follow_each(2)
     world.models[0].qkv.data.mul_(3.0)
@@ -199,29 +183,3 @@ def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
     world.receiver.release()
     world.receiver.advance()
     world.expect_exact()
-
-
-def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``describe`` is asked for it in every pause: what each patch takes is added up once."""
-    asked = [0]
-    size = StagedPatch.nbytes.fget  # type: ignore[attr-defined]
-
-    def counted(patch: StagedPatch) -> int:
-        asked[0] += 1
-        return int(size(patch))
-
-    monkeypatch.setattr(StagedPatch, "nbytes", property(counted))
-    log = UndoLog()
-    for version in range(1, 101):
-        push(log, version, 3)
-        assert log.nbytes == version * 3 * FINGERPRINT_BYTES
-    for _ in range(40):
-        log.record_step(reverse=True)
-    for _ in range(10):
-        log.record_step(reverse=False)
-    assert log.nbytes == 100 * 3 * FINGERPRINT_BYTES
-    log.trim(50 * 3 * FINGERPRINT_BYTES)
-    assert (len(log.versions), log.nbytes) == (50, 50 * 3 * FINGERPRINT_BYTES)
-    assert asked[0] == 100
-    log.clear()
-    assert log.nbytes == 0

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,21 +273,6 @@ def test_listening_outlives_an_unexpected_error(
         assert service.receiver.status()["notice"]["heard_seconds"] is not None
 
 
-def test_the_interval_counts_from_poll_to_poll_and_after_a_failure_from_its_end(site: Site) -> None:
-    """A poll takes a round trip, which is part of the interval; one that timed out must not be repeated at once."""
-    service = site.serve(poll_seconds=3000)
-    long_ago = time.monotonic() - 3500
-    service._wait_for_work(long_ago)
-    service._failures = 1
-    waiting = threading.Thread(target=service._wait_for_work, args=(long_ago,), daemon=True)
-    waiting.start()
-    waiting.join(0.5)
-    waits = waiting.is_alive()
-    service.stop()
-    waiting.join(WAIT)
-    assert waits
-
-
 # Policy manual: a server looks, shows what waits, and moves when it is told to
 
 
@@ -333,26 +317,3 @@ def test_weights_that_are_no_version_are_compared_once(site: Site) -> None:
     assert (len(proofs), service.receiver.served_version) == (1, None)
     assert service.request("sync").result(WAIT)["served"]["version"] == 0
     site.world.expect_exact()
-
-
-def test_notice_that_comes_while_an_older_one_is_dropped_is_heard(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would cost a poll interval."""
-    service = site.serve(poll_seconds=3600)
-    service.receiver.advance()
-    old, new = (SimpleNamespace(version=version, manifest="") for version in (0, 1))
-    service._announced = old  # type: ignore[assignment]
-
-    def is_new(notice: Any) -> bool:
-        if notice is old:
-            service._announced = new  # type: ignore[assignment]
-            service._wake.set()
-        return notice is new
-
-    monkeypatch.setattr(service, "_is_new", is_new)
-    waiting = threading.Thread(target=service._wait_for_work, args=(time.monotonic(),), daemon=True)
-    waiting.start()
-    waiting.join(5)
-    ended = not waiting.is_alive()
-    service.stop()
-    waiting.join(WAIT)
-    assert ended

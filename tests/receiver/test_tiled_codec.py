@@ -5,25 +5,20 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.chains import TABLE, Chain, Server, models_of, tensors_of
+from tests.support.chains import Chain, Server, tensors_of
 from tests.support.hooks import HookedPort
 from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import grid
-from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, TensorView, covered_rectangles, extent
 from vllm_delta_sync.engine.model import route_map
-from vllm_delta_sync.engine.model.route import coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import LiveBaseReader
 from vllm_delta_sync.engine.protocol import Commit, Outcome, Poll, Progress, Revert, Staged
@@ -356,65 +351,6 @@ def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(odd: S
 
 
 # What a rank's model holds of each checkpoint tensor, copied out in checkpoint order
-
-
-def covered(spec: TensorSpec, held: BaseTensor) -> np.ndarray:
-    """(rows, columns) how often each element is named."""
-    count = np.zeros(extent(spec.shape), np.int64)
-    whole = ((0, count.shape[0], 0, count.shape[1]),)
-    for first, last, left, right in whole if held.rectangles is None else held.rectangles:
-        assert 0 <= first < last <= count.shape[0]
-        assert 0 <= left < right <= count.shape[1]
-        count[first:last, left:right] += 1
-    return count
-
-
-@given(st.data())
-def test_rectangles_are_what_a_view_covers(data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple))
-    view = torch.arange(int(np.prod(shape))).reshape(shape)
-    for dim, size in enumerate(shape):
-        first = data.draw(st.integers(0, size - 1))
-        last, step = data.draw(st.integers(first + 1, size)), data.draw(st.integers(1, 3))
-        view = view[(slice(None),) * dim + (slice(first, last, step),)]
-    if data.draw(st.booleans()):
-        view = view.movedim(0, -1)
-    region, _ = coalesce(view.shape, (int(view.storage_offset()), view.stride()), (0, view.contiguous().stride()))
-    spec = TensorSpec("a", "U8", shape)
-    # Such small tensors are one row, unless narrow ones are matrices too.
-    with mock.patch.object(grid, "NARROW", data.draw(st.sampled_from([1, 64]))):
-        found = covered_rectangles(spec, [TensorView(region.offset, tuple(region.sizes), tuple(region.strides))])
-        count = covered(spec, BaseTensor(np.empty(0, np.uint8), found))
-    expected = np.zeros(spec.numel, np.int64)
-    expected[view.reshape(-1).numpy()] = 1
-    assert np.array_equal(count.reshape(-1), expected)
-
-
-def test_runs_that_begin_in_the_middle_of_a_row() -> None:
-    spec = TensorSpec("a", "U8", (5, 100))
-    assert covered_rectangles(spec, [TensorView(70, (360,), (1,))]) == ((0, 1, 70, 100), (1, 4, 0, 100), (4, 5, 0, 30))
-    assert covered_rectangles(spec, [TensorView(80, (3, 40), (100, 1))]) == ((0, 3, 80, 100), (1, 4, 0, 20))
-    narrow = TensorSpec("a", "U8", (5, 10))
-    assert covered_rectangles(narrow, [TensorView(7, (36,), (1,))]) == ((0, 1, 7, 43),)
-
-
-def test_what_is_scattered_is_refused_by_name() -> None:
-    spec = TensorSpec("mixed.weight", "U8", (3, 4 * MOST_RECTANGLES))
-    every_second = TensorView(0, (3, 2 * MOST_RECTANGLES), (4 * MOST_RECTANGLES, 2))
-    with pytest.raises(UnsupportedError, match=r"mixed\.weight.*publish with codec='plain'"):
-        covered_rectangles(spec, [every_second])
-    other = TensorView(1, every_second.sizes, every_second.strides)
-    assert covered_rectangles(spec, [every_second, other]) is None
-
-
-def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:
-    model = models_of(random_bits(TABLE, np.random.default_rng(1)))[0]
-    moves = 0
-    ask = LiveBaseReader(trace_routes(model, TABLE), lambda: moves)
-    assert ask(0).bits.size
-    moves = 1
-    with pytest.raises(EngineError, match="staged again"):
-        _ = ask(0).bits
 
 
 class Parts(nn.Module):

@@ -11,7 +11,7 @@ from tests.support.samples import RunWriter, nudge
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
+from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
@@ -104,9 +104,6 @@ class Chain(RunWriter):
 
     def spoil_manifest(self, version: int) -> None:
         (self.folder / version_key(version)).write_bytes(b"{}")
-
-    def spoil_anchor(self, version: int) -> None:
-        (self.folder / anchor_key(version)).write_bytes(b"{}")
 
 
 class Server:
