@@ -15,7 +15,6 @@ from safetensors import safe_open
 
 from tests.support.damage import TABLE as SMALL
 from tests.support.running import run_python
-from tests.support.store_faults import asked_of
 from tests.support.written import TABLE, Written, assert_bits, find_steps, reference_run, save_base
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run
@@ -270,24 +269,6 @@ def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_p
     assert small.changed == make_merged_delta(written.run, 0, 4, replace=True).changed
 
 
-def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
-    """The next range costs what leads to it: version 0 is read once."""
-    written = grown(tmp_path, 9)
-    weights = RollingWeights(written.run)
-    manifests, bits, root = written.writer.manifests, written.writer.bits, written.object_of(0)
-    assert_bits(weights.at(manifests[0]), bits[0])
-    whole = written.bucket.get(root)
-    written.lose(root)
-    for version in (4, 8, 9):
-        assert_bits(weights.at(manifests[version]), bits[version])
-    # Older ones, and those behind something damaged, are rebuilt.
-    written.bucket.put(root, whole)
-    assert_bits(weights.at(manifests[2]), bits[2])
-    make_anchor(written.run, 5)
-    written.lose(written.object_of(4))
-    assert_bits(weights.at(manifests[7]), bits[7])
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_compact_and_then_collect(tmp_path: Path, codec: RelativeCodec) -> None:
     written = grown(tmp_path, 17)
@@ -449,18 +430,6 @@ def merged_deltas(*pairs: tuple[int, int]) -> list[str]:
     return [side.merged_delta_key(*pair) for pair in pairs]
 
 
-def test_due_ranges_are_an_aligned_skip_list() -> None:
-    for first, last, breaks, expected in (
-        (0, 20, [], [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 20)]),
-        (4, 16, [], [(4, 8), (8, 12), (12, 16)]),
-        (0, 16, [6], [(0, 4), (8, 12), (12, 16)]),
-        (0, 16, [4], [(4, 8), (8, 12), (12, 16)]),
-        (0, 3, [], []),
-    ):
-        assert list(due_ranges(first, last, breaks)) == expected
-    assert list(due_ranges(0, 64, []))[-3:] == [(60, 64), (48, 64), (0, 64)]
-
-
 def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
     """The publisher's thread skips those that come while it is busy."""
     for often, name in ((1, "every"), (3, "some")):
@@ -475,22 +444,6 @@ def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
         for pair in written.run.merged_deltas():
             written.check(*pair)
     assert maintain(make(tmp_path / "without", 4).run, manifest, merge=False) == []
-
-
-def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
-    written = make(tmp_path, 3)
-    run = written.run
-    calls = asked_of(run.bucket, "list", "get")
-    maintain(run, written.writer.manifests[3])
-    assert calls == [side.TAGS_PREFIX]
-    maintain(run, written.publish(share=0.001))
-    # Once to see what is due, and once for each of the two ways that are planned.
-    assert (calls.count(side.MERGED_PREFIX + "000000000"), calls.count(side.ANCHORS_PREFIX)) == (3, 1)
-    maintain(run, written.publish(share=0.001))
-    calls.clear()
-    for _ in range(2):
-        maintain(run, written.publish(share=0.001))
-    assert calls == [side.TAGS_PREFIX] * 2
 
 
 def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> None:

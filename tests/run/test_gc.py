@@ -1,7 +1,7 @@
 """Garbage collection: whatever is kept can be rebuilt bit for bit, after it and after a crash anywhere in one."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
 from tests.support.marked import MarkedGrown
-from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -29,11 +28,9 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
-from vllm_delta_sync.maintenance.gc import policy
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
-from vllm_delta_sync.maintenance.gc.contents import Listed, RunContents, graph_of, survey
+from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
-from vllm_delta_sync.maintenance.gc.policy import plan_collection
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run import run_reader
 from vllm_delta_sync.run.read_plan import ReadPlanner
@@ -388,30 +385,6 @@ def test_more_than_a_record_lists_goes_in_several_collections(tmp_path: Path, mo
     for dry_run in (True, False):
         with pytest.raises(LimitError, match="keep-every"):
             collect(spread.run_, RetentionPolicy(keep_last=1, keep_every=5, min_age=0.0), dry_run)
-
-
-def test_plan_of_a_long_run_walks_each_delta_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All versions without merged deltas are kept: walks to each of them took a minute of 12,000."""
-    chain = [
-        Listed(
-            ObjectInfo(keys.version_key(number), 1, 0.0), number - 1, number, ((keys.object_key(f"{number:064x}"), 1),)
-        )
-        for number in range(1000)
-    ]
-    stored = {key: ObjectInfo(key, 1, 0.0) for item in chain for key, _ in item.refs}
-    walked, keep = [0], policy._Planner._keep_all
-
-    def counted(planner: policy._Planner, documents: Iterable[Listed]) -> None:
-        found = list(documents)
-        walked[0] += len(found)
-        keep(planner, found)
-
-    monkeypatch.setattr(policy._Planner, "_keep_all", counted)
-    planned = plan_collection(
-        RunContents(chain, objects=stored), RetentionPolicy(keep_last=1000, min_age=0.0), 1.0, None
-    )
-    assert (len(planned.kept), planned.objects) == (1000, {})
-    assert walked[0] <= 10 * 1000
 
 
 def test_policies_that_make_no_sense() -> None:

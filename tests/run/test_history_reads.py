@@ -14,17 +14,15 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.publishers import Hooked
-from tests.support.signed_runs import PUBLISHER, ROOT, Signed
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
-from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
-from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
+from vllm_delta_sync.bucket.threads import PARALLEL
 from vllm_delta_sync.cli.log import log_document
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import (
     ChainError,
-    DeltaSyncError,
     FormatError,
     LimitError,
     NotFoundError,
@@ -111,19 +109,6 @@ def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_p
         assert run.is_current()
     chain.grow()
     assert run.head().version == 2
-
-
-def test_a_poll_without_threads_reads_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    chain = Chain(tmp_path)
-    chain.grow()
-    run = RunReader(Far(chain.folder))
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with run.prefetching(0, expected=1):
-        assert run.is_current()
-        assert run.head().version == 1
 
 
 def test_a_head_with_a_fingerprint_of_each_tensor_is_parsed_once_and_its_damage_is_seen(tmp_path: Path) -> None:
@@ -269,68 +254,6 @@ def test_verify_reads_each_manifest_once_and_many_at_a_time(folder: Path, monkey
     (folder / version_key(30)).write_bytes(b"{")
     report = verify_run(open_run(str(folder)), findings=True)
     assert [finding.version for finding in report.findings if finding.key.startswith(VERSIONS_PREFIX)] == [7, 20, 30]
-
-
-def test_a_long_signed_run_is_read_once(tmp_path: Path) -> None:
-    signed = Signed(ROOT, open_bucket(tmp_path / "run"))
-    signed.deltas(*["plain"] * 30)
-    slow = Slow(tmp_path / "run", 2, Keyring(ROOT.trusted))
-    report = verify_run(slow.run)
-    assert (report.head, report.checked, report.findings) == (30, True, [])
-    assert slow.reads == once(range(31))
-    slow = Slow(tmp_path / "run", 2, Keyring(ROOT.trusted))
-    with slow.run.caching_manifests():
-        document, failure = log_document(slow.run, None)
-    assert (failure, len(document["versions"])) == (None, 31)
-    assert without_probe(slow.reads, 30) == once(range(31))
-
-
-def test_nothing_is_kept_that_could_not_be_read(folder: Path) -> None:
-    file = folder / version_key(7)
-    data = file.read_bytes()
-    run = open_run(str(folder))
-    with run.caching_manifests():
-        file.unlink()
-        with pytest.raises(DeltaSyncError):
-            run.manifest(7)
-        file.write_bytes(data)
-        assert run.manifest(7).version == 7
-        file.unlink()
-        assert run.manifest(7).version == 7
-
-
-def test_a_version_that_a_key_may_not_sign_is_refused_as_before(tmp_path: Path) -> None:
-    signed = Signed(ROOT, open_bucket(tmp_path / "run"))
-    signed.deltas(*["plain"] * 6)
-    signed.writer.keyring = PUBLISHER
-    signed.delta()
-    signed.writer.keyring = ROOT
-    signed.deltas(*["plain"] * 6)
-    run = Run(open_bucket(tmp_path / "run"), Keyring(ROOT.trusted))
-    for last, rows, failure in ((None, 7, SignatureError), (5, 5, None), (6, 0, SignatureError)):
-        document, error = log_document(run, last)
-        assert (len(document["versions"]), None if error is None else type(error)) == (rows, failure)
-
-
-def test_few_answers_wait_to_be_taken() -> None:
-    called: list[int] = []
-
-    def call(item: int) -> int:
-        called.append(item)
-        return item
-
-    for number, found in enumerate(in_parallel(call, range(1000), ahead=20)):
-        assert found == number
-        assert len(called) <= number + 1 + 20
-    assert sorted(called) == list(range(1000))
-    # A generator that is closed early leaves no thread behind.
-    before = threading.active_count()
-    answers = in_parallel(call, range(1000), ahead=20)
-    next(answers)
-    answers.close()  # type: ignore[attr-defined]
-    passing = threading.Event()
-    while threading.active_count() > before:
-        passing.wait(0.01)
 
 
 # Documents that strangers put into a bucket

@@ -268,19 +268,6 @@ def test_without_locks_folders_work_and_none_is_removed(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_removed_yet_is_removed_later(tmp_path: Path) -> None:
-    folder = ProcessFolder(tmp_path)
-    (folder.path / "inside").mkdir()
-    fixed = ["chattr", "+i", str(folder.path / "inside")]
-    if shutil.which("chattr") is None or subprocess.run(fixed, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine makes no folder that cannot be removed")
-    folder.close()
-    assert (folder.path / "inside").exists()
-    subprocess.run(["chattr", "-i", str(folder.path / "inside")], check=True)
-    remove_abandoned(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_folders_of_another_user_are_not_removed(tmp_path: Path) -> None:
     theirs = tmp_path / f"{PREFIX}theirs"
     theirs.mkdir(mode=0o700)

@@ -1,6 +1,5 @@
 """Repairing a run: what can be proven is brought back or rebuilt, what cannot is listed, what is good stays."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.collecting import MemoryBucket
 from tests.support.damage import Damage, Whole, random_run
 from tests.support.seeds import few_by_default
 from tests.support.written import SMALL, Written, save_base
-from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.format import documents as side
@@ -155,22 +153,6 @@ def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
     assert all(line.endswith(": from the mirror") for line in report.repaired)
     # Nothing that is left needs the tag: it may have been removed on purpose.
     assert {key.split("/")[0] for key in right if key not in whole.bucket.held} == {"tags"}
-    assert_whole(whole)
-
-
-def test_mirror_is_listed_once_whatever_is_unreadable(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without version 0 nothing leads to any of them."""
-    mirror, listed = whole.bucket.copy(), list[str]()
-    listing = mirror.list
-
-    def counted(prefix: str = "") -> Iterator[ObjectInfo]:
-        listed.append(prefix)
-        return listing(prefix)
-
-    monkeypatch.setattr(mirror, "list", counted)
-    whole.bucket.delete(whole.object_of(0))
-    assert repair(whole.run, mirror=mirror).lost == []
-    assert listed == [side.ANCHORS_PREFIX, side.MERGED_PREFIX]
     assert_whole(whole)
 
 

@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     TensorMismatchError,
 )
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.partial import fingerprint_box, restore_boxes
@@ -168,14 +168,6 @@ def test_all_ranks_together_hold_the_model_and_prove_it(grove: Grove) -> None:
         assert total.hex() == manifest.fingerprint
 
 
-def test_fingerprints_of_boxes_add_up_to_that_of_the_tensor() -> None:
-    shape = (6, 5, 4)
-    bits = np.random.default_rng(0).integers(0, 2**32, 120, dtype=np.uint32)
-    boxes = [Box((0, 0, 0), (6, 2, 4), shape), Box((0, 2, 0), (6, 3, 3), shape), Box((0, 2, 3), (6, 3, 1), shape)]
-    parts = [fingerprint_box("b", box, np.array(box.view(bits)).reshape(-1)) for box in boxes]
-    assert sum(parts, Fingerprint()) == fingerprint_tensor("b", bits)
-
-
 def test_a_cache_is_read_through(grove: Grove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_delta_sync.run.objects.MAPPED_BYTES", 0)
     run = open_run(grove.run.bucket.url, cache=ObjectCache(tmp_path / "cache", 1 << 20))
@@ -304,17 +296,6 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(chain_read, "scratch_file", watched)
     return made
-
-
-@pytest.mark.parametrize(("codec", "count"), [("plain", 0), ("tiled", 1)])
-def test_overlapping_boxes_take_a_file_only_for_tiles(codec: str, count: int, tmp_path: Path, files: list[int]) -> None:
-    made = Grove(tmp_path)
-    made.publish(0.1, codec)  # type: ignore[arg-type]
-    boxes = [Box((0, 0), (30, 3), (40, 3)), Box((10, 0), (30, 3), (40, 3))]
-    found = restore_boxes(made.run, made.run.manifest(1), {"a": boxes})
-    assert len(files) == count
-    for box, bits in zip(boxes, found["a"], strict=True):
-        assert np.array_equal(bits, box.view(made.writer.bits[1][0]).reshape(-1))
 
 
 def test_tiles_cut_by_boxes_take_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[int]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Damage, Whole, random_run
-from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
+from tests.support.samples import CREATED, RUN, changes_between, nudge
 from tests.support.seeds import few_by_default
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
@@ -30,11 +30,8 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.run.graph import ROOT, VersionGraph, Ways
-from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 
 SEEDS = st.integers(0, 2**32)
@@ -301,24 +298,6 @@ def test_objects_that_a_collection_removes_meanwhile(whole: Whole) -> None:
 
     report = verify_run(whole.run, progress=collect)
     assert (report.gone, report.findings, report.unreadable) == (1, [], [])
-
-
-@given(seed=SEEDS, share=st.floats(0.01, 1.0), raw=st.booleans(), full=st.booleans())
-def test_what_changes_would_make_of_weights_is_what_they_make(seed: int, share: float, raw: bool, full: bool) -> None:
-    random = np.random.default_rng(seed)
-    old = [random.integers(0, 2**8, spec.numel).astype(spec.element.uint) for spec in TABLE]
-    new = nudge(old, random, share)
-    changes = changes_between(TABLE, old, new, "raw" if raw else "plain", full=(0,) if full else ())
-    state = state_of(TABLE, old)
-    assert simulate_fingerprints(state, changes) == changes.fingerprints
-    assert all(np.array_equal(*pair) for pair in zip(state.bits, old, strict=True))
-    # Twice the same elements: the second time from where the first left them.
-    twice = Changes(changes.sparse * 2, [])
-    measured = simulate_fingerprints(state, twice)
-    before = dict(enumerate(state.fingerprints))
-    state.apply(twice)
-    for tensor, change in measured.items():
-        assert before[tensor] + change == fingerprint_tensor(TABLE[tensor].name, state.bits[tensor])
 
 
 @few_by_default(10)
