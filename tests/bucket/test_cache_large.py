@@ -17,9 +17,7 @@ from tests.support.running import context_of_processes, eventually, working
 from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware import mirror
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
 from vllm_delta_sync.bucket.ranged import CONNECTIONS
 from vllm_delta_sync.cache import ObjectCache, object_cache
 from vllm_delta_sync.cache.folder import STALE_SECONDS
@@ -206,17 +204,6 @@ def test_a_damaged_object_leaves_nothing(tmp_path: Path, source: Source) -> None
     with pytest.raises(NotFoundError):
         cache.get(missing, source)
     assert names(tmp_path) == set()
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_a_mirror_that_lies_costs_one_more_download(tmp_path: Path, source: Source) -> None:
-    lies = Source(source.data)
-    lies.data = lies.data[:-1] + bytes([lies.data[-1] ^ 1])
-    # A second piece of the download is the origin's, and cannot be told from the mirror's.
-    bucket = MirrorBucket(source, [mirror.Source(lies)])
-    assert ObjectCache(tmp_path, MANY).get(source.ref, bucket) == source.data
-    assert set(lies.pieces.values()) == set(source.pieces.values()) == {1}
-    assert names(tmp_path) == {source.ref.sha256}
 
 
 # Room

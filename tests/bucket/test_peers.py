@@ -358,21 +358,6 @@ def test_object_larger_than_the_cache_is_named(site: Site, caplog: pytest.LogCap
     assert "cannot hold; see cache_bytes; this is logged once" in caplog.text
 
 
-def test_peer_that_can_start_no_thread_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    ref, data = site.put(PIECE)
-    objects = ObjectServer(site.folder / "a", LIMIT, lambda: site.link, TOKEN)
-    with monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", refuse)
-        assert objects.find(ref.sha256, None) is None
-    found = objects.find(ref.sha256, None)
-    assert found is not None
-    assert b"".join(found.chunks()) == data
-    found.close()
-
-
 def test_only_holders_of_the_token_get_objects_and_nothing_else(site: Site) -> None:
     ref, data = site.put(5 * PIECE)
     site.link.put("run.json", b"{}")

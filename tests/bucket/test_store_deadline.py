@@ -1,10 +1,8 @@
 """Calls that hang: they are given up in time, and do no harm when they end after all."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
 from vllm_delta_sync.bucket.base import report_bytes
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.errors import StoreError, UnavailableError
+from vllm_delta_sync.errors import UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)
 CALLS: dict[str, Callable[[Bucket], object]] = {
@@ -166,38 +164,3 @@ except UnavailableError:
 """
     ended = run_python("-c", script, seconds=GATE_SECONDS / 2)
     assert (ended.stdout, ended.stderr) == ("given up\n", "")
-
-
-def test_keys_come_a_page_at_a_time_and_before_the_error(local: Bucket) -> None:
-    read: list[int] = []
-
-    class Long(BucketMiddleware):
-        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-            for number in range(2500):
-                read.append(number)
-                yield ObjectInfo(f"key/{number:04}", 1, 0.0)
-            raise StoreError("no more")
-
-    bucket = DeadlineBucket(Long(local), LONG)
-    items = bucket.list()
-    assert not read
-    assert next(items).key == "key/0000"
-    assert len(read) == 1000
-    assert sum(1 for _ in islice(items, 2499)) == 2499
-    with pytest.raises(StoreError, match="no more"):
-        next(items)
-
-
-def test_after_a_fork_both_halves_work(local: Bucket) -> None:
-    bucket = DeadlineBucket(local, StoreOptions(store_deadline=120))
-    assert bucket.get("key") == b"first"
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            bucket.put("child", bucket.get("key"))
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert bucket.get("child") == b"first"

@@ -1,6 +1,5 @@
 """What is tried again, for how long, and what then is said."""
 
-import itertools
 import os
 import random
 import threading
@@ -22,12 +21,11 @@ from tests.support.store_faults import (
     GatedBucket,
     Impatience,
     PlannedBucket,
-    ReportingBucket,
     dressed,
     fail,
 )
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.base import create_if_absent, observed_by
+from vllm_delta_sync.bucket.base import create_if_absent
 from vllm_delta_sync.bucket.middleware import retry
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
@@ -105,20 +103,6 @@ def test_a_long_try_that_broke_off_is_repeated_all_the_same(local: Bucket) -> No
     assert failing.tries == 2
 
 
-@pytest.mark.usefixtures("hurried")
-def test_watchers_outside_count_no_byte_twice(local: Bucket) -> None:
-    def cut_at_60(done: int) -> None:
-        if done == 60 and left:
-            left.pop()
-            CUT()
-
-    left = [1, 2]
-    counted: list[int] = []
-    with observed_by(counted.append):
-        RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, StoreUsage()).put("key", bytes(100))
-    assert (left, sum(counted)) == ([], 100)
-
-
 def test_a_pipe_is_read_once(local: Bucket, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -148,22 +132,6 @@ def test_a_listing_goes_on_where_it_broke_off(local: Bucket) -> None:
     breaking = Breaking(local)
     assert [item.key for item in RetryingBucket(breaking, OPTIONS, StoreUsage()).list("a/")] == keys
     assert breaking.breaks == 6
-
-
-def test_a_listing_that_is_given_up_is_closed_through_all_wrappers(local: Bucket) -> None:
-    closed = threading.Event()
-
-    class Endless(BucketMiddleware):
-        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-            try:
-                yield from (ObjectInfo(f"key/{number:09}", 1, 0.0) for number in itertools.count())
-            finally:
-                closed.set()
-
-    items = dressed(Endless(local), OPTIONS, StoreUsage()).list()
-    assert next(items).key == "key/000000000"
-    del items
-    assert closed.is_set()
 
 
 @pytest.fixture
