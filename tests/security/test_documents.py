@@ -260,16 +260,6 @@ def test_a_manifest_far_away(reader: Reader, written: Written) -> None:
     untouched(reader, written)
 
 
-def test_many_manifests_that_are_none(reader: Reader, written: Written) -> None:
-    """Who looks for the head goes past them: they are read once each, and are small."""
-    for number in range(NEXT, 1000):
-        (written.folder / version_key(number)).write_bytes(b"{}")
-    outcome = reader("head", written.folder)
-    assert outcome.kind == "format", outcome
-    assert outcome.seconds < 5
-    untouched(reader, written)
-
-
 @pytest.fixture(params=[4_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def crowded(request: pytest.FixtureRequest, template: Written) -> Iterator[Path]:
     """A run with strangers' files in every directory that is listed."""

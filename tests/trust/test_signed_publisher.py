@@ -567,14 +567,3 @@ def test_bucket_put_back_under_a_publisher(
     publisher.anchor()
     assert Run(open_bucket(str(folder)), keys.readers("a")).snapshot().fingerprint == run.head().model_fingerprint
     publisher.close()
-
-
-def test_head_put_back_is_pointed_forward(folder: Path, keys: Keys, trainer: Trainer, caplog: Any) -> None:
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
-        old = (folder / HEAD_KEY).read_bytes()
-        publish(publisher, trainer, 2)
-        (folder / HEAD_KEY).write_bytes(old)
-        with caplog.at_level(logging.ERROR):
-            publish(publisher, trainer)
-        assert "HEAD is moved forward again" in caplog.text
-        assert head_of(folder).version == 3

@@ -4,11 +4,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support.collecting import HOUR
-from tests.support.damage import Whole
 from tests.support.forge import FORGERIES
 from tests.support.signed_runs import NEXT, ROOT, STRANGER, Signed, name_of
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import ChainError, SettingsError, SignatureError
+from vllm_delta_sync.errors import ChainError, SignatureError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.base_document import Document
@@ -197,22 +196,6 @@ def test_what_is_signed_is_taken_from_a_mirror_without_a_key(signed: Signed) -> 
         signed.bucket.put(key, b"{")
     assert repair(signed.bucket, mirror=mirror, keyring=Keyring(ROOT.trusted)).lost == []
     assert {key: data for key, (data, _) in signed.bucket.held.items()} == right
-
-
-# Who may write
-
-
-def test_who_may_write_beside_a_signed_chain(signed: Signed) -> None:
-    info = signed.writer.info
-    Keyring().check_can_sign(Whole().run.info)
-    ROOT.check_can_sign(info)
-    with pytest.raises(SettingsError, match="--signing-key"):
-        Keyring(ROOT.trusted).check_can_sign(info)
-    for trusted in (ROOT.trusted, ()):
-        with pytest.raises(SettingsError, match=f"refuse; .*{name_of(ROOT)[:16]}"):
-            Keyring(trusted, Ed25519PrivateKey.from_private_bytes(bytes([4]) * 32)).check_can_sign(info)
-    # Of two keys that readers trust, either may write.
-    Keyring(ROOT.trusted | NEXT.trusted, Ed25519PrivateKey.from_private_bytes(bytes([3]) * 32)).check_can_sign(info)
 
 
 def test_objects_of_a_lost_manifest_are_never_signed(signed: Signed) -> None:
