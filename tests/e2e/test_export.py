@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.stock import said_by_stock
 from tests.support.tiny import make_model, make_model_like, make_tokenizer, save_checkpoint, train_steps
 from trainer_side import Publisher
@@ -20,9 +18,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("export")]
 
 SHARD_BYTES = "100000"
 """Some tensors of the model are larger, and most are far smaller."""
-
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("0", "1", "2", "branch 0")]
 
 
 class World:
@@ -71,36 +66,6 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
-
-
-def greedy(model: PreTrainedModel, tokenizer: Any) -> list[list[int]]:
-    said = []
-    for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt").input_ids
-        tokens = model.generate(
-            inputs, do_sample=False, min_new_tokens=MAX_TOKENS, max_new_tokens=MAX_TOKENS, pad_token_id=2
-        )
-        said.append(tokens[0, inputs.shape[1] :].tolist())
-    return said
-
-
-@pytest.mark.parametrize("name", ["3", "branch 1", *SLOW])
-def test_an_export_is_the_trainers_model_in_transformers(world: World, tmp_path: Path, name: str) -> None:
-    folder = world.export(name, tmp_path / "out")
-    held = world.held[name]
-    shards = sorted(folder.glob("*.safetensors"))
-    assert len(shards) > 2
-    found = {key: tensor for path in shards for key, tensor in load_file(path).items()}
-    expected = held.state_dict()
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key].view(torch.int16), tensor.view(torch.int16)), key
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert loaded.dtype == torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
-    saved = AutoModelForCausalLM.from_pretrained(save_checkpoint(held, tmp_path / "saved"))
-    assert greedy(loaded, tokenizer) == greedy(saved, tokenizer)
 
 
 @pytest.mark.slow
