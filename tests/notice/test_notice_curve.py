@@ -31,7 +31,7 @@ class Site:
 
     def publishing(self, version: int, *keys: Path) -> NoticePublisher:
         """A publisher with these keys, which has announced a version."""
-        publisher = self.ends.publisher(LOOPBACK, *keys)
+        publisher = self.ends.publisher(LOOPBACK, *keys, repeat_seconds=0.2)
         publisher.send(Notice(RUN, version, DIGEST))
         return publisher
 

@@ -20,7 +20,7 @@ IPV6 = "tcp://[::1]:*"
 
 def announced(ends: Ends, address: str, *keys: Path) -> NoticePublisher:
     """A publisher there that has announced version 3."""
-    publisher = ends.publisher(address, *keys)
+    publisher = ends.publisher(address, *keys, repeat_seconds=0.2)
     publisher.send(Notice(RUN, 3, DIGEST))
     return publisher
 
