@@ -51,11 +51,14 @@ def cases(draw: st.DrawFn) -> tuple[list[Route], Positions, Bits]:
 
 @given(cases(), st.booleans())
 def test_each_element_goes_where_its_route_leads(case: tuple[list[Route], Positions, Bits], wide: bool) -> None:
+    """The same changes go to a device."""
     routes, positions, data = case
     with pytest.MonkeyPatch.context() as patch:
         if wide:
             patch.setattr(patching, "NARROW_ELEMENTS", 0)
+            patch.setattr(route_module, "NARROW_ELEMENTS", 0)
         found = {patch.destination: patch for patch in staged(routes, positions, data).sparse}
+        on_device = staged(routes, positions, data, device=SimulatedDevice())
     zeros = np.zeros(SIZE, np.uint16)
     for number, route in enumerate(routes):
         leads = dict(zip(all_indices(route.source), all_indices(route.target), strict=True))
@@ -72,6 +75,13 @@ def test_each_element_goes_where_its_route_leads(case: tuple[list[Route], Positi
         after = np.array([each for _, each, _ in sorted(wanted, key=lambda row: row[2])], np.uint16)
         expected = fingerprint_change("w", before, zeros[before], after)
         assert measured(sparse) == expected
+    assert on_device.sparse == []
+    assert {patch.route.destination for patch in on_device.routed} == found.keys()
+    for routed in on_device.routed:
+        assert routed.positions.dtype == (np.int64 if wide else np.int32)
+        there, here = for_host(routed), found[routed.route.destination]
+        for name in ("positions", "data", "premix"):
+            assert getattr(there, name).tolist() == getattr(here, name).tolist()
 
 
 def test_read_only_bits_of_a_tensor_are_copied_once_for_all_its_routes() -> None:
@@ -86,23 +96,6 @@ def test_read_only_bits_of_a_tensor_are_copied_once_for_all_its_routes() -> None
         builder.add(Full(0, bits))
     assert views.call_count == 1
     assert [patch.data.tolist() for patch in builder.finish().dense] == bits.reshape(10, 10).tolist()
-
-
-@given(cases(), st.booleans())
-def test_a_device_gets_the_same_changes(case: tuple[list[Route], Positions, Bits], wide: bool) -> None:
-    routes, positions, data = case
-    expected = {patch.destination: patch for patch in staged(routes, positions, data).sparse}
-    with pytest.MonkeyPatch.context() as patch:
-        if wide:
-            patch.setattr(route_module, "NARROW_ELEMENTS", 0)
-        found = staged(routes, positions, data, device=SimulatedDevice())
-    assert found.sparse == []
-    assert {patch.route.destination for patch in found.routed} == expected.keys()
-    for routed in found.routed:
-        assert routed.positions.dtype == (np.int64 if wide else np.int32)
-        sparse, wanted = for_host(routed), expected[routed.route.destination]
-        for name in ("positions", "data", "premix"):
-            assert getattr(sparse, name).tolist() == getattr(wanted, name).tolist()
 
 
 def measured(sparse: SparsePatch) -> Fingerprint:

@@ -185,21 +185,6 @@ def test_links_are_not_written_through(file: StateFile, tmp_path: Path) -> None:
     assert not (tmp_path / "made by others").exists()
 
 
-def test_files_of_one_run_are_written_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A standing order and a last seen head have the same name but for the suffix, and a lock each."""
-    order, seen = StateFile(tmp_path / "run.order", 100), StateFile(tmp_path / "run.json", 100)
-    replace = os.replace
-
-    def meanwhile(part: Path, path: Path) -> None:
-        monkeypatch.setattr(os, "replace", replace)
-        seen.write(b"seen")
-        replace(part, path)
-
-    monkeypatch.setattr(os, "replace", meanwhile)
-    order.write(b"order")
-    assert (order.read(), seen.read()) == (b"order", b"seen")
-
-
 @pytest.mark.parametrize(("mode", "written"), [(None, 0o600), (0o644, 0o644)])
 def test_the_mode_does_not_depend_on_the_umask(tmp_path: Path, mode: int | None, written: int) -> None:
     for umask in (0, 0o077):
