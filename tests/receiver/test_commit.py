@@ -14,7 +14,7 @@ from tests.support.routing import all_indices, densely, route_changes
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch
+from vllm_delta_sync.engine.model.route import Destination, Region, Route, RoutePatch, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
@@ -75,6 +75,36 @@ def test_device_path_equals_compiled_path_and_both_go_back(
     assert np.array_equal(compiled.bits, bits)
     assert np.array_equal(plain.bits, bits)
     assert np.array_equal(for_host(other).data, patch.data)
+
+
+class Failing(Exception):
+    """Raised by a destination in the middle of a commit."""
+
+
+class FailingDestination(Destination):
+    """Does not give its address: a real error between two batches of one commit."""
+
+    @property
+    def address(self) -> int:
+        raise Failing
+
+
+def test_failure_midway_leaves_every_bit_as_it_was() -> None:
+    element = DTYPES["BF16"]
+    bits = np.arange(64, dtype=element.uint)
+    good = destination_of(bits, "BF16")
+    bad = FailingDestination("other", torch.bfloat16, good.flat.clone())
+    nothing = np.zeros(3, np.uint64)
+    data = np.array([7, 8, 9], element.uint)
+    where = np.array([1, 5, 9])
+    sparse = [
+        SparsePatch(i, 0, element, relative, where, data.copy(), nothing)
+        for i, relative in ((0, True), (0, False), (1, True))
+    ]
+    routes = RouteMap(TensorTable([]), [good, bad], [])
+    with pytest.raises(Failing):
+        apply_patch(StagedPatch(1, sparse, Fingerprint(), [], []), routes)
+    assert np.array_equal(good.flat.numpy().view(element.uint), bits)
 
 
 class CountingTensor(torch.Tensor):
