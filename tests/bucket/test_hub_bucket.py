@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.support.answers import untrusted
+from tests.support.answers import Answer, Answers, untrusted
 from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
@@ -177,6 +177,14 @@ def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket) -> None
             assert isinstance(caught.value, DeltaSyncError)
         hub.clear_faults()
     assert bucket.get("a") == b"x"
+
+
+def test_whole_file_for_a_range_is_refused_by_name(answers: Answers) -> None:
+    """Each piece of a large object would take the whole object."""
+    answers.reply = lambda asked: Answer(200, b"0123456789")
+    bucket = HubBucket(parse_store_url(URL), StoreOptions(store_endpoint=answers.url))
+    with pytest.raises(StoreError, match="or a proxy before it, sends the whole file for bytes from 3"):
+        bucket.get_range("a", 3, 2)
 
 
 def test_certificate_that_is_not_trusted_is_named_at_once(tmp_path: Path) -> None:

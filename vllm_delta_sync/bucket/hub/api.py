@@ -135,7 +135,8 @@ class HubApi:
             self._check(response, headers)
             found = response.headers.get("content-range", "")
             if length is not None and not found.startswith(f"bytes {start}-"):
-                raise UnexpectedAnswerError(f"it answers bytes from {start} with {found!r}")
+                what = found or "the whole file"
+                raise UnexpectedAnswerError(f"it, or a proxy before it, sends {what} for bytes from {start}")
             linked = [
                 answer.headers["x-linked-size"] for answer in response.history if "x-linked-size" in answer.headers
             ]
