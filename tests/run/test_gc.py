@@ -28,6 +28,7 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
+from vllm_delta_sync.maintenance.accounting import account
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
@@ -436,6 +437,7 @@ def test_documents_beside_the_chain_are_not_kept_in_memory(tmp_path: Path, monke
     monkeypatch.setattr(Run, "anchor", anchor)
     monkeypatch.setattr(run_reader, "READ_AHEAD", 4)
     assert len(survey(grown.run_).standalone) == len(read) == 39
+    assert account(grown.run_).documents == 39
     assert most < 20
 
 

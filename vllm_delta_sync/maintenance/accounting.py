@@ -138,13 +138,12 @@ def _document(key: str, versions: int) -> tuple[Kind, int | None]:
     return ("documents" if is_document else "unnamed"), None
 
 
-def _read_standalone(run: RunReader, found: BucketAccount) -> list[Anchor | MergedDelta]:
+def _read_standalone(run: RunReader, found: BucketAccount) -> Iterator[Anchor | MergedDelta]:
+    """Yield the anchors and merged deltas one at a time: an anchor has the fingerprints of all tensors."""
     keys = [item.key for prefix in (ANCHORS_PREFIX, MERGED_PREFIX) for item in run.bucket.list(prefix)]
-    documents: list[Anchor | MergedDelta] = []
     for key, document in run.standalones(keys):
         if isinstance(document, DataError):
             found.unreadable[key] = document.message
         elif isinstance(document, Anchor | MergedDelta):
-            documents.append(document)
-    found.documents = len(documents)
-    return documents
+            found.documents += 1
+            yield document
