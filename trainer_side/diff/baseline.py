@@ -379,6 +379,12 @@ class Baseline:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
             seen.add(name)
             targets = self.targets_of.get(name)
+            if targets is None and name not in self.table:
+                raise TensorMismatchError(
+                    f"tensor {name[:120]!r} is not in this run's tensor table of {len(self.table)} tensors, such as "
+                    f"{self.table[0].name!r}; yield it under its name in the checkpoint, or leave it out (for gathered "
+                    "weights, rename= and exclude= do that)"
+                )
             for target in (self.table.index(name),) if targets is None else targets:
                 check_fits(name, tensor, self.table[target], "this run (a new one may have other shapes)")
                 yield name, target, tensor
