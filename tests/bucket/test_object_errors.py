@@ -143,6 +143,19 @@ def test_service_that_refuses_to_give_credentials(
     assert remedy in found.message
 
 
+def test_host_without_an_address_is_named() -> None:
+    """As after a typing error in an account or a region. This is how obstore 0.12.1 says it."""
+    error = ValueError(
+        "Generic MicrosoftAzure error: Error performing GET https://acount.blob.core.windows.net/c/run/k in 4ms - HTTP "
+        'error: error sending request\n\nDebug source:\nkind: Connect, ConnectError("dns error", Custom { "failed'
+    )
+    found = translate_error(error, FailedRequest("read key 'k'", "k", "az://c/run", "az"))
+    assert type(found) is UnavailableError
+    assert (
+        "acount.blob.core.windows.net has no address; try again, and check the network, store_endpoint" in found.message
+    )
+
+
 @pytest.mark.parametrize(
     ("scheme", "remedy"), [("gs", "Storage Object Admin"), ("az", "Storage Blob Data Contributor")]
 )

@@ -30,6 +30,7 @@ _MESSAGE = re.compile(r"<Message>([^<\n]{1,300})")
 _DETAIL = re.compile(r"<AuthenticationErrorDetail>([^<\n']{1,200})")
 # Of a service that gives credentials.
 _DESCRIPTION = re.compile(r'"error_description":\s*"([^"\\\n]{1,300})')
+_HOST = re.compile(r"https?://([^/\s:]+)")
 _SYSTEM = re.compile(r'message: "([^"]{1,200})"')
 # Texts of the object_store crate for a missing or incomplete answer.
 _NETWORK = re.compile(
@@ -128,6 +129,9 @@ class Cause:
             return cls(None, "", " ".join(re.sub(r"\S+://\S+", "…", first).split(" - ")[-1].split())[:300], False)
         if "kind: Timeout" in full_text or "TimedOut" in full_text:
             return cls(None, "", "no answer in time", True)
+        if '"dns error"' in full_text:
+            host = _HOST.search(first)
+            return cls(None, "", f"{'the store' if host is None else host[1]} has no address", True)
         system = _SYSTEM.search(full_text)
         text = "no connection" if "kind: Connect" in full_text else "the connection broke"
         return cls(None, "", f"{text} ({system[1]})" if system else text, True)
@@ -154,6 +158,10 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
         # An answer to HEAD has no body. S3 refuses so what it refuses other requests for with a code.
         return AccessError(
             f"{failed}; renew the credentials if they have expired, or set AWS_REGION to the region of the bucket"
+        )
+    if '"dns error"' in full_text:
+        return UnavailableError(
+            f"{failed}; try again, and check the network, store_endpoint, and the region or account in the environment"
         )
     if cause.code in _REPEATED_CODES or cause.status in _REPEATED or cause.network:
         return UnavailableError(f"{failed}; try again, and check the network and the store if that does not help")
