@@ -45,7 +45,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import TruncatedFileError
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import DTYPES, TensorSpec
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.run_reader import read_ahead
 from vllm_delta_sync.tensors.checkpoint import (
@@ -369,7 +369,7 @@ class CheckpointPublisher:
             if step != delta.version:
                 raise UsageError(f"step {step} is not that of {str(checkpoint.path)!r}, {delta.version}; leave it out")
         elif self._publisher is not None:
-            _check_same_tensors(checkpoint, self._specs, "the checkpoint before it")
+            _check_same_tensors(checkpoint, self._specs, "the checkpoint before it", self.base is not None)
         try:
             published = False
             if self._publisher is None:
@@ -458,16 +458,24 @@ class CheckpointPublisher:
         return publisher
 
 
-def _check_same_tensors(checkpoint: CheckpointFolder, specs: Mapping[str, TensorSpec], owner: str) -> None:
-    """Raise TensorMismatchError unless a checkpoint has exactly these tensors. Args: owner: who has them."""
+def _check_same_tensors(
+    checkpoint: CheckpointFolder, specs: Mapping[str, TensorSpec], owner: str, rounds: bool = False
+) -> None:
+    """Raise TensorMismatchError unless a checkpoint has exactly these tensors.
+
+    Args:
+        owner: who has them. rounds: whether floating-point tensors may have other dtypes, because a base decides.
+    """
     what = f"checkpoint {str(checkpoint.path)!r}"
     remedy = "publish checkpoints of one model, or start a new run under a new URL"
-    with_base = f"{remedy}; with a base, dtypes are rounded to the run's, and missing tensors keep its values"
+    with_base = "; with a base, dtypes are rounded to the run's, and missing tensors keep its values"
+    with_base = remedy + ("" if rounds else with_base)
     for name, spec in checkpoint.specs.items():
         known = specs.get(name)
         if known is None:
             raise TensorMismatchError(f"{what} has tensor {name[:120]!r}, which {owner} does not have; {remedy}")
-        if known != spec:
+        rounded = rounds and known.shape == spec.shape and DTYPES[known.dtype].is_float and DTYPES[spec.dtype].is_float
+        if known != spec and not rounded:
             raise TensorMismatchError(
                 f"{what}: tensor {name[:120]!r} is {spec.dtype} {list(spec.shape)}, but {known.dtype} "
                 f"{list(known.shape)} in {owner}; {remedy if known.shape != spec.shape else with_base}"

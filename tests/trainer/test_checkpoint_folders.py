@@ -131,6 +131,17 @@ def test_with_a_base_weights_are_rounded_to_its_dtypes(tmp_path: Path, out: Path
         with CheckpointPublisher(url, base) as publisher:
             publisher.publish(write_checkpoint(out / f"checkpoint-{step}", wide))
         assert_holds(open_run(url), None, {**rounded, "model.layers.0.scale": weights(0)["model.layers.0.scale"]})
+    # A trainer may save in another dtype than before: the run keeps the base's.
+    narrow = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in wide.items()}
+    with CheckpointPublisher(url, base) as publisher:
+        publisher.publish(write_checkpoint(out / "checkpoint-7", wide))
+        publisher.publish(write_checkpoint(out / "checkpoint-8", narrow))
+        with pytest.raises(TensorMismatchError, match=r"lacks tensor 'model.steps'.* a new URL$"):
+            publisher.publish(
+                write_checkpoint(out / "checkpoint-9", {n: t for n, t in wide.items() if n != "model.steps"})
+            )
+    rounded = {name: tensor.to(weights(0)[name].dtype) for name, tensor in narrow.items()}
+    assert_holds(open_run(url), None, {**rounded, "model.layers.0.scale": weights(0)["model.layers.0.scale"]})
     assert not same_bits(lacking, weights(0)["model.steps"])
     with pytest.raises(TensorMismatchError, match="with a base, dtypes are rounded"), CheckpointPublisher(url) as other:
         other.publish(out / "checkpoint-6")
