@@ -20,7 +20,7 @@ from vllm_delta_sync.errors import DeltaSyncError, GateError, TensorMismatchErro
 from vllm_delta_sync.format.limits import MAX_TENSOR_NAME_BYTES
 from vllm_delta_sync.tensors.boxes import Box
 
-STEPS = 5
+STEPS = 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 300}
 PADDED = 304
 
