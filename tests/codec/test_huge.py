@@ -10,7 +10,6 @@ import torch
 from tests.codec.tiling import classes_at
 from tests.support.differences import joined
 from tests.support.merging import merged
-from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _Comparer
 from trainer_side.diff.reader import split_boxes
 from trainer_side.model.conversion_trace import View, trace
@@ -19,7 +18,7 @@ from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import BaseTensor, Changes, Sparse, apply_distances, revert_distances
 from vllm_delta_sync.tensors.segments import Segment
@@ -74,18 +73,6 @@ def test_changes_are_found_where_they_are_and_arrive_there(
     assert [int(served[position]) for position in EDGES] == distances.tolist()
     revert_distances(spec.element, served, positions, distances)
     assert not any(int(served[position]) for position in EDGES)
-
-
-def test_fingerprint_of_a_range_that_begins_far_inside() -> None:
-    bits = np.arange(1, 100, dtype=np.uint16)
-    for start in (2**31 - 50, 2**32 - 50, 2**33 - 50, 2**47):
-        found = fingerprint_tensor("w", bits, start)
-        low, high = reference_fingerprint("w", {start + i: int(value) for i, value in enumerate(bits)})
-        assert found == Fingerprint(low, high)
-        assert found == fingerprint_strided("w", bits, (11, 9), (0, (9, 1)), (start, (9, 1)))
-        transposed = fingerprint_strided("w", bits, (9, 11), (0, (1, 9)), (start, (2**31, 7)))
-        spread = {start + 2**31 * (i % 9) + 7 * (i // 9): int(value) for i, value in enumerate(bits)}
-        assert transposed == Fingerprint(*reference_fingerprint("w", spread))
 
 
 @pytest.mark.parametrize("codec", ["plain", "raw"])

@@ -268,7 +268,7 @@ def assert_served(objects: list[bytes], old: list[Bits], wanted: dict[int, refer
         assert found == {where: step for where, step in wanted[0].items() if inside[where]}
 
 
-TRAINERS, SERVERS = (1, 3, 7), (1, 2, 3, 4, 6, 8, 16)
+TRAINERS, SERVERS = (3, 7), (1, 2, 3, 4, 6, 8, 16)
 HEADS = [(49_152, 64), (50_257, 64)]
 
 

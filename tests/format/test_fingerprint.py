@@ -33,16 +33,18 @@ def test_hex_has_one_spelling(text: str) -> None:
         Fingerprint.from_hex(text)
 
 
-@given(st.sampled_from([8, 16, 32, 64]), st.data(), st.integers(0, 50))
-def test_pieces_add_up_to_the_tensor(width: int, data: st.DataObject, cut: int) -> None:
+FAR = st.sampled_from([0, 2**31 - 20, 2**32 - 20, 2**33 - 20, 2**47])
+
+
+@given(st.sampled_from([8, 16, 32, 64]), st.data(), st.integers(0, 50), FAR)
+def test_pieces_add_up_to_a_range(width: int, data: st.DataObject, cut: int, start: int) -> None:
+    """Also one that begins far inside of a tensor."""
     values = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=50))
     bits = np.array(values, f"<u{width // 8}")
-    whole = fingerprint_tensor("layers.0.weight", bits)
-    cut = min(cut, bits.size)
-    assert whole == fingerprint_tensor("layers.0.weight", bits[:cut]) + fingerprint_tensor(
-        "layers.0.weight", bits[cut:], cut
-    )
-    assert (whole.low, whole.high) == reference.fingerprint("layers.0.weight", dict(enumerate(values)))
+    name, cut = "layers.0.weight", min(cut, bits.size)
+    whole = fingerprint_tensor(name, bits, start)
+    assert whole == fingerprint_tensor(name, bits[:cut], start) + fingerprint_tensor(name, bits[cut:], start + cut)
+    assert (whole.low, whole.high) == reference.fingerprint(name, dict(enumerate(values, start)))
 
 
 @st.composite
