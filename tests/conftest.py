@@ -19,6 +19,7 @@ from tests.support.clouds import NOWHERE
 from tests.support.fixed_examples import fix_examples, seed_generators
 from tests.support.hub_buckets import hub as hub
 from tests.support.hub_buckets import hub_server as hub_server
+from tests.trainer.sharded.nursery import nursery as nursery
 
 # Importing TRL, as some tests do, would otherwise silence the servers that others start from this process.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")

@@ -22,9 +22,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.three_machines import environment, rollouts, trainer
 from examples.three_machines.trainer import read_batch
+from tests.support import three_killed
 from tests.support.answers import Answer, answering
 from tests.support.running import mentioning
 from tests.tools import three_machines_verdict as verdict
+from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
@@ -130,8 +132,8 @@ class Trainings:
         run: id. url: of the run. games: URL of what is trained on.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]", folder: Path) -> None:
-        self._process, self.folder = process, folder
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self._nursery, self.folder = nursery, folder
         self.url, self.games = str(folder / "run"), str(folder / "games")
         policy = save_policy(folder / "state" / "policy")
         with Publisher(Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.bfloat16), self.url) as publisher:
@@ -148,12 +150,9 @@ class Trainings:
         """Exit status of a trainer that is killed at a point, if any."""
         settings = {"bucket": self.url, "games": self.games, "folder": self.folder / "state", "versions": versions}
         settings |= {"max-staleness": 100, "patience": SECONDS, **options}
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{self.folder} {point} {flags}\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        [status] = self._nursery.statuses(1, three_killed.train, folder=str(self.folder), point=point, arguments=flags)
+        return status
 
     def said(self) -> str:
         """What trainers wrote to standard error."""
@@ -172,24 +171,15 @@ class Trainings:
         return str(open_run(self.url).head().fingerprint)
 
 
-@pytest.fixture(scope="module")
-def process() -> "Iterator[subprocess.Popen[str]]":
-    """It has imported what takes long; every trainer is a fork of it."""
-    command = [sys.executable, "-m", "tests.support.three_killed"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
-
-
 @pytest.fixture
-def trainings(process: "subprocess.Popen[str]", tmp_path: Path) -> Trainings:
-    return Trainings(process, tmp_path)
+def trainings(nursery: Nursery, tmp_path: Path) -> Trainings:
+    return Trainings(nursery, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(process: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Fingerprint of what comes of the same trajectories without a kill."""
-    made = Trainings(process, tmp_path_factory.mktemp("undisturbed"))
+    made = Trainings(nursery, tmp_path_factory.mktemp("undisturbed"))
     made.write(*[0] * VERSIONS)
     assert made.train() == 0
     return made.fingerprint()

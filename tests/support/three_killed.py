@@ -1,16 +1,10 @@
-"""Trainers of examples/three_machines to be killed: a warm process that forks one for each line it reads.
-
-Each line is ``FOLDER POINT ARGUMENT…``: a trainer with those arguments, which writes to FOLDER's files ``events`` and
-``errors``, and kills itself with SIGKILL at POINT, if that is not ``-``: ``NAME:before:3`` is before the third call of
-what NAME stands for in CALLS, ``NAME:after:1`` after the first; ``NAME:before:3:SIGTERM`` uses another signal. It
-answers with the exit status. Only the seconds that imports take are spared.
-"""
+"""Trainers of examples/three_machines that kill themselves, for ``tests.trainer.sharded.nursery``, which spares each of
+them the seconds that imports take."""
 
 import functools
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +30,8 @@ CALLS: dict[str, tuple[Any, str, str]] = {
 
 
 def kill_at(point: str) -> None:
+    """``NAME:before:3`` is before the third call of what NAME stands for in CALLS, ``NAME:after:1`` after the first;
+    ``NAME:before:3:SIGTERM`` uses another signal than SIGKILL."""
     name, when, number, *chosen = point.split(":")
     deadly_signal = signal.Signals[chosen[0] if chosen else "SIGKILL"]
     owner, attribute, prefix = CALLS[name]
@@ -56,34 +52,11 @@ def kill_at(point: str) -> None:
     setattr(owner, attribute, deadly)
 
 
-def run_forked(folder: str, point: str, arguments: list[str]) -> int:
-    """Exit status of a trainer in a child of its own; minus the signal that ended it."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 70
-    try:
-        for number, name in ((1, "events"), (2, "errors")):
-            os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        if point != "-":
-            kill_at(point)
-        try:
-            status = trainer.main(arguments)
-        except SystemExit as ended:
-            print(ended, file=sys.stderr, flush=True)
-            status = 1
-    finally:
-        if sys.exc_info()[0] is not None:
-            traceback.print_exc()
-        os._exit(status)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        folder, point, *arguments = line.split()
-        print(run_forked(folder, point, arguments), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def train(rank: int, size: int, folder: str, point: str, arguments: list[str]) -> None:
+    """A trainer with those arguments, which writes to ``folder``'s files ``events`` and ``errors``, and is killed at a
+    point, if that is not ``-``."""
+    for number, name in ((1, "events"), (2, "errors")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if point != "-":
+        kill_at(point)
+    sys.exit(trainer.main(arguments))

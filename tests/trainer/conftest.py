@@ -1,7 +1,6 @@
-"""Fixtures of the trainer's tests: a bucket that calls back, a small trainer, a process that ranks are forked from."""
+"""Fixtures of the trainer's tests: a bucket that calls back, a small trainer, a world of one process."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.support.publishers import Hooked, Trainer
-from tests.trainer.sharded.nursery import Nursery
 
 
 @pytest.fixture
@@ -36,9 +34,3 @@ def process_group() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with closing(Nursery(tmp_path_factory.mktemp("nursery"))) as made:
-        yield made

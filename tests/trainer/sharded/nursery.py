@@ -14,11 +14,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -85,6 +87,12 @@ class Nursery:
         return self._process.stdout.readline().strip()
 
 
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with closing(Nursery(tmp_path_factory.mktemp("nursery"))) as made:
+        yield made
+
+
 def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
     child = os.fork()
     if child:
@@ -108,6 +116,10 @@ def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
         # A rank that leaves first would break what the others still do with it.
         distributed.barrier()
         status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+        if status == 1:
+            traceback.print_exc()
     except BaseException:  # noqa: BLE001 - told by the exit status, and this process must not go on as its parent
         traceback.print_exc()
     finally:
