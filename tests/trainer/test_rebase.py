@@ -14,7 +14,6 @@ from tests.support.publishers import (
     Trainer,
     assert_history,
     assert_holds,
-    expect_failure,
     nothing,
     publish,
 )
@@ -104,21 +103,6 @@ def test_rebase_that_fails_changes_nothing(at: str, bucket: Hooked, trainer: Tra
         assert publisher.publish(step=4).changed > 0
     assert breaks(bucket) == [(4, 1)]
     assert_holds(bucket, 4, trainer.live)
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_fate_of_the_first_version_after_a_rebase_is_looked_up(written: bool, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 2)
-        publisher.rebase(0)
-        setattr(bucket, "after" if written else "before", FailAt("versions/"))
-        bucket.reading = FailAt("versions/", StoreError("still down"))
-        publisher.publish(step=3)
-        expect_failure(publisher, "is not known")
-        publisher.publish(step=4)
-    bases = [manifest.base_version for manifest in open_run(bucket.url).log()]
-    assert bases == ([None, 0, 1, 0, 3] if written else [None, 0, 1, 0])
-    assert_holds(bucket, len(bases) - 1, trainer.live)
 
 
 def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer) -> None:

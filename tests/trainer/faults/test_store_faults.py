@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Gated, Hooked, Trainer, assert_holds, expect_failure, publish
+from tests.support.publishers import Down, FailAt, Gated, Hooked, Trainer, assert_holds, expect_failure, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket
@@ -92,29 +92,31 @@ def test_manifest_that_was_written_before_the_store_failed_counts(bucket: Hooked
     assert_holds(bucket, 2, trainer.live)
 
 
+@pytest.mark.parametrize("rebased", [False, True])
 @pytest.mark.parametrize("written", [True, False])
-def test_fate_of_a_manifest_is_looked_up_afterwards(written: bool, bucket: Hooked, trainer: Trainer) -> None:
+def test_fate_of_a_manifest_is_looked_up_afterwards(
+    written: bool, rebased: bool, bucket: Hooked, trainer: Trainer
+) -> None:
     with Publisher(trainer.live, bucket) as publisher:
+        if rebased:
+            publish(publisher, trainer, 2)
+            publisher.rebase(0)
+        before = publisher.version or 0
         setattr(bucket, "after" if written else "before", FailAt("versions/"))
-        down = True
-
-        def unreachable(key: str) -> None:
-            if down and key.startswith("versions/"):
-                raise StoreError("still down")
-
-        bucket.reading = unreachable
+        away = bucket.reading = Down("versions/")
         trainer.step()
-        publisher.publish(step=1)
+        publisher.publish(step=11)
         expect_failure(publisher, "is not known")
         trainer.step()
         with pytest.raises(PublishError, match="is not known"):
-            publisher.publish(step=2, wait=True)
-        down = False
-        assert publisher.publish(step=3, wait=True).version == (2 if written else 1)
+            publisher.publish(step=12, wait=True)
+        away.down = False
+        assert publisher.publish(step=13, wait=True).version == before + 1 + written
     assert open_run(bucket.url).verify().replayed
-    steps = [manifest.step for manifest in open_run(bucket.url).log()]
-    assert steps == ([0, 1, 3] if written else [0, 3])
-    assert_holds(bucket, len(steps) - 1, trainer.live)
+    log = list(open_run(bucket.url).log())[before + 1 :]
+    expected = [(11, 0), (13, before + 1)] if written else [(13, 0)]
+    assert [(manifest.step, manifest.base_version) for manifest in log] == expected
+    assert_holds(bucket, before + len(log), trainer.live)
 
 
 def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, trainer: Trainer) -> None:
