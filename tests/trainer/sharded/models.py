@@ -13,6 +13,8 @@ from transformers import HrmTextConfig, HrmTextForCausalLM
 
 from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_moe, small, train
 from trainer_side.model.module import live_tensors
+from vllm_delta_sync import open_run
+from vllm_delta_sync.client import Run
 
 Tensors = dict[str, torch.Tensor]
 
@@ -120,6 +122,22 @@ def gathered(model: nn.Module) -> Tensors:
     """The model's state, whole; every rank calls it."""
     state = getattr(model, "module", model).state_dict()
     return {key: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for key, t in state.items()}
+
+
+def assert_same_runs(url: str, alone: str, since: int = 0) -> Run:
+    """Both runs say the same of each version, and hold the same, bit for bit; the first one is whole.
+
+    ``since``: the first version that is looked at; others may be lost.
+    """
+    runs = open_run(url), open_run(alone)
+    same = {"version", "step", "kind", "base_version", "total", "held_back", "quarantine", "fingerprint"}
+    for manifests in zip(*(list(run.log())[since:] for run in runs), strict=True):
+        ours, theirs = (manifest.model_dump(include=same) for manifest in manifests)
+        assert ours == theirs
+        mine, others = (run.snapshot(ours["version"]).bits for run in runs)
+        assert all((a == b).all() for a, b in zip(mine, others, strict=True))
+    assert since or runs[0].verify().head == ours["version"]
+    return runs[0]
 
 
 def reference(name: str, model: nn.Module) -> Tensors:
