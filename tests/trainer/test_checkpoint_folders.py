@@ -314,8 +314,12 @@ def test_a_checkpoint_that_vanishes_is_one_log_line(
 
 def test_what_a_slow_trainer_writes_is_published_bit_for_bit(out: Path, url: str) -> None:
     steps = (5, 10)
-    trainer = threading.Thread(target=lambda: [write_slowly(out / f"checkpoint-{step}", step, 0.5) for step in steps])
-    results: list[PublishedCheckpoint] = []
+
+    def train() -> None:
+        for step in steps:
+            write_slowly(out / f"checkpoint-{step}", step, seconds=0.5)
+
+    trainer, results = threading.Thread(target=train), list[PublishedCheckpoint]()
     with CheckpointPublisher(url) as publisher:
         trainer.start()
         for result in CheckpointWatcher(out, publisher, POLL).watch():

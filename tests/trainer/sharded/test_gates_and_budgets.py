@@ -25,6 +25,7 @@ from vllm_delta_sync.format.manifest import HeldBack
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 NAN, INF = math.nan, math.inf
+SLOW = pytest.mark.slow
 Outcome = dict[str, Any]
 
 
@@ -155,20 +156,20 @@ def gates(rank: int, size: int, url: str, case: str, action: Any, odd: str, copi
 
 
 @pytest.mark.parametrize(
-    ("case", "action", "odd", "copies"),
+    ("size", "case", "action", "odd", "copies"),
     [
-        ("fsdp: qwen3 moe", "refuse", "model.layers.1.mlp.experts.down_proj", [2]),
-        ("fsdp: llama tied", "quarantine", "model.embed_tokens.weight", [3]),
-        ("hybrid: qwen3 moe", "quarantine", "model.layers.0.mlp.experts.down_proj", [1, 3]),
-        pytest.param("columns: qwen3 moe", "quarantine", "model.layers.0.mlp.gate.weight", [1], marks=pytest.mark.slow),
-        pytest.param("ddp: qwen3 tied", "refuse", "model.norm.weight", [0, 1, 2, 3], marks=pytest.mark.slow),
+        (2, "fsdp: qwen3 moe", "refuse", "model.layers.1.mlp.experts.down_proj", [1]),
+        (2, "fsdp: llama tied", "quarantine", "model.embed_tokens.weight", [1]),
+        (4, "hybrid: qwen3 moe", "quarantine", "model.layers.0.mlp.experts.down_proj", [1, 3]),
+        pytest.param(4, "columns: qwen3 moe", "quarantine", "model.layers.0.mlp.gate.weight", [1], marks=SLOW),
+        pytest.param(4, "ddp: qwen3 tied", "refuse", "model.norm.weight", [0, 1, 2, 3], marks=SLOW),
     ],
 )
 def test_gate_judges_as_for_one_process(
-    case: str, action: str, odd: str, copies: list[int], nursery: Nursery, tmp_path: Path
+    size: int, case: str, action: str, odd: str, copies: list[int], nursery: Nursery, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "run")
-    said = nursery.run(4, gates, url=url, case=case, action=action, odd=odd, copies=copies)
+    said = nursery.run(size, gates, url=url, case=case, action=action, odd=odd, copies=copies)
     assert_same(url, said)
     for text in ("became NaN or infinite: 2 in tensor", "max_changed_share is 0.6", "max_norm_jump is 0.2"):
         assert text in str(said[0])
@@ -305,10 +306,10 @@ def budgets(rank: int, size: int, url: str, case: str, dtype: str, bounds: dict[
         # Of changes in bfloat16 many have one size, so that places decide.
         (2, "fsdp: qwen3 moe", "bfloat16", {"max_share": 0.3}, False),
         (2, "fsdp: llama tied", "float32", {"max_share": 0.4, "min_change": 1e-3, "exact_every": 5}, True),
-        pytest.param(4, "hybrid: qwen3 tied", "bfloat16", {"max_share": 0.4}, False, marks=pytest.mark.slow),
-        pytest.param(4, "columns: qwen3 moe", "bfloat16", {"max_share": 0.3}, False, marks=pytest.mark.slow),
-        pytest.param(4, "fsdp tp: qwen3", "float32", {"max_share": 0.3}, False, marks=pytest.mark.slow),
-        pytest.param(4, "ddp: qwen3 tied", "float32", {"max_share": 0.3}, False, marks=pytest.mark.slow),
+        pytest.param(4, "hybrid: qwen3 tied", "bfloat16", {"max_share": 0.4}, False, marks=SLOW),
+        pytest.param(4, "columns: qwen3 moe", "bfloat16", {"max_share": 0.3}, False, marks=SLOW),
+        pytest.param(4, "fsdp tp: qwen3", "float32", {"max_share": 0.3}, False, marks=SLOW),
+        pytest.param(4, "ddp: qwen3 tied", "float32", {"max_share": 0.3}, False, marks=SLOW),
     ],
 )
 def test_budget_sends_what_one_process_would(
