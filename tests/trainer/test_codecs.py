@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from tests.support.differences import diff
-from tests.support.publishers import Hooked, Trainer, assert_holds, left_to_the_test, publish
+from tests.support.publishers import Hooked, Trainer, assert_holds, left_to_the_test, publish, small_trainer
 from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
 from trainer_side import Publisher
+from trainer_side.diff import memory_limits
 from trainer_side.diff.change_log import ChangeLog, ExpandedChanges
 from trainer_side.diff.pending_delta import SPARSE_RATIO, full_is_smaller
-from trainer_side.encode.encoder import KEPT_VERSIONS, RecentDeltas
+from trainer_side.encode.encoder import KEPT_VERSIONS
 from vllm_delta_sync import open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.table import DTYPES as ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -61,30 +60,25 @@ def test_plain_copies_are_merged_without_base_bits(bucket: Hooked, trainer: Trai
     assert_holds(bucket, 4, history[4])
 
 
-def kept_of(recent: RecentDeltas, versions: int, most: int = 1 << 20) -> list[int]:
-    """Keep so many small versions, of all ``most`` bytes, and return which are there at the end."""
-    table = TensorTable([TensorSpec("w", "BF16", (8,))])
-    for version in range(1, versions + 1):
-        positions, distances, change = diff(
-            "w", ELEMENTS["BF16"], np.zeros(8, np.uint16), np.arange(8, dtype=np.uint16)
-        )
-        group = Sparse("BF16", np.zeros(1, np.uint32), np.array([positions.size]), positions, distances, True)
-        recent.keep(DeltaContext("r", version, version - 1), [Changes([group], [], {0: change})], table, most)
-    kept = [version for version in range(versions + 5) if recent.of(version) is not None]
-    if kept:
-        [data] = recent.of(versions) or []
-        assert decode(data, table, DeltaContext("r", versions, versions - 1)).changed == 7
-    return kept
+def test_old_copies_make_room(bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limits, "SHARE", 1 << 30)
+    trainer, bucket.upkeep = small_trainer(), left_to_the_test
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher._maintenance is not None
+        recent = publisher._maintenance.recent
+        assert recent is not None
 
+        def kept() -> list[int]:
+            newest = publisher.version or 0
+            return [newest - version for version in range(newest + 1) if recent.of(version) is not None]
 
-def test_old_copies_make_room() -> None:
-    assert kept_of(RecentDeltas(), 19) == list(range(20 - KEPT_VERSIONS, 20))
-    single = RecentDeltas()
-    kept_of(single, 1)
-    size = len((single.of(1) or [b""])[0])
-    for limit, kept in ((3 * size + size // 2, [17, 18, 19]), (size - 1, [])):
-        # Numbers of versions with more digits make their headers a little longer.
-        assert kept_of(RecentDeltas(), 19, limit) == kept
+        publish(publisher, trainer, KEPT_VERSIONS + 3)
+        assert kept() == list(range(KEPT_VERSIONS))[::-1]
+        size = sum(map(len, recent.of(publisher.version or 0) or []))
+        for limit, versions in ((3 * size + size // 2, [2, 1, 0]), (size // 2, [])):
+            monkeypatch.setattr(memory_limits, "LEAST_BYTES", limit)
+            publish(publisher, trainer)
+            assert kept() == versions
 
 
 # In full, or only what changed

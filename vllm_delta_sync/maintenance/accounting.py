@@ -5,7 +5,7 @@ Sizes come from one listing of the bucket, and what an object is for from the do
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
