@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import PreTrainedModel
 
 from tests.support.publishers import Hooked, Trainer
+from tests.support.tiny import make_model, save_checkpoint
+from tests.support.trainers import SIZES
 
 
 @pytest.fixture
@@ -34,3 +37,15 @@ def process_group() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A tiny model with a tied head, in float32."""
+    return make_model("qwen3", **SIZES)
+
+
+@pytest.fixture
+def base(model: PreTrainedModel, tmp_path: Path) -> Path:
+    """Its checkpoint, in bfloat16."""
+    return save_checkpoint(model, tmp_path / "base")

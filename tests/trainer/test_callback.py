@@ -47,11 +47,6 @@ def every_thread_ends() -> Iterator[None]:
     assert not threads_of_ours(others)
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return make_model("qwen3", **SIZES)
-
-
 def test_each_kth_step_and_the_last_are_published(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
     # Searches for hyperparameters copy a Trainer, and with it the callback.
     callback = copy.deepcopy(DeltaSyncCallback(bucket=url, every=2))

@@ -107,9 +107,9 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("unknown", ["no configuration", "another's architecture"])
-def test_without_a_known_configuration_names_are_the_checkpoints(unknown: str, url: str, tmp_path: Path) -> None:
-    model = make_model("qwen3", **SIZES)
-    base = save_checkpoint(model, tmp_path / "base")
+def test_without_a_known_configuration_names_are_the_checkpoints(
+    unknown: str, model: PreTrainedModel, base: Path, url: str, tmp_path: Path
+) -> None:
     (base / "config.json").unlink()
     if unknown != "no configuration":
         (base / "config.json").write_text('{"model_type": "of_another_library", "architectures": ["Other"]}')
@@ -117,9 +117,7 @@ def test_without_a_known_configuration_names_are_the_checkpoints(unknown: str, u
     assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), base)
 
 
-def test_what_does_not_fit_is_refused_by_name(url: str, tmp_path: Path) -> None:
-    model = make_model("qwen3", **SIZES)
-    base = save_checkpoint(model, tmp_path / "base")
+def test_what_does_not_fit_is_refused_by_name(model: PreTrainedModel, base: Path, url: str, tmp_path: Path) -> None:
     norm = torch.ones(5)
     with Publisher(StreamedWeights(base), bucket=url, base=base) as publisher:
         with pytest.raises(TensorMismatchError, match=r"'model.norm.weight' is torch.float32 \[5\], but \[32\]"):
@@ -134,9 +132,9 @@ def test_what_does_not_fit_is_refused_by_name(url: str, tmp_path: Path) -> None:
     assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), base)
 
 
-def test_a_model_that_was_resized_is_published_from_the_base_that_is_saved_of_it(url: str, tmp_path: Path) -> None:
-    model = make_model("qwen3", **SIZES)
-    base = save_checkpoint(model, tmp_path / "base")
+def test_a_model_that_was_resized_is_published_from_the_base_that_is_saved_of_it(
+    model: PreTrainedModel, base: Path, url: str, tmp_path: Path
+) -> None:
     model.resize_token_embeddings(VOCABULARY + 8)
     with pytest.raises(TensorMismatchError, match=r"embed_tokens.* if it was resized since, save it and give that"):
         publish(base, f"{url}-base", handed(model))
@@ -145,8 +143,7 @@ def test_a_model_that_was_resized_is_published_from_the_base_that_is_saved_of_it
     assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), resized)
 
 
-def test_a_base_of_another_model_is_refused(url: str, tmp_path: Path) -> None:
-    base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
+def test_a_base_of_another_model_is_refused(base: Path, url: str, tmp_path: Path) -> None:
     other = save_checkpoint(make_model("llama", **SIZES), tmp_path / "other")
     with pytest.raises(TensorMismatchError, match="is not among the"):
         Publisher(StreamedWeights(other), bucket=url, base=base)
@@ -154,10 +151,8 @@ def test_a_base_of_another_model_is_refused(url: str, tmp_path: Path) -> None:
         StreamedWeights(tmp_path / "none")
 
 
-def test_a_lost_version_is_not_made_up(url: str, tmp_path: Path) -> None:
+def test_a_lost_version_is_not_made_up(model: PreTrainedModel, base: Path, url: str, tmp_path: Path) -> None:
     """The weights to begin anew with are not known before the next send; those of the base are another policy's."""
-    model = make_model("qwen3", **SIZES)
-    base = save_checkpoint(model, tmp_path / "base")
     publish(base, url, handed(trained(model)))
     for lost in (tmp_path / "run" / "objects").iterdir():
         lost.unlink()

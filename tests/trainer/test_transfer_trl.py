@@ -14,8 +14,7 @@ from transformers import TrainerCallback
 
 from tests.support.async_trainers import Rollouts, Watched, async_trainer, served_form
 from tests.support.publishing import assert_holds
-from tests.support.tiny import make_model, save_checkpoint
-from tests.support.trainers import FIGURES, SIZES, Logged, steps_of
+from tests.support.trainers import FIGURES, Logged, steps_of
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.client import open_run
@@ -24,11 +23,6 @@ from vllm_delta_sync.errors import ModelError
 pytestmark = pytest.mark.slow
 
 SYNC = ["pause", "send", "resume"]
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
 
 
 class At(TrainerCallback):
@@ -85,8 +79,7 @@ def test_a_killed_training_goes_on_with_its_run(nursery: Nursery, base: Path, ur
     assert_holds(run, before + 4, served_form(trainer.model), base)
 
 
-def test_a_version_is_the_base_with_the_adapter_merged(url: str, tmp_path: Path) -> None:
-    base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
+def test_a_version_is_the_base_with_the_adapter_merged(base: Path, url: str, tmp_path: Path) -> None:
     transfer = Watched(url, base)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = async_trainer(base, tmp_path, transfer, peft=adapter, learning_rate=1e-2, max_steps=2)
@@ -100,9 +93,8 @@ def test_a_version_is_the_base_with_the_adapter_merged(url: str, tmp_path: Path)
     assert_holds(run, 3, served_form(trainer.model.merge_and_unload()), base)
 
 
-def test_an_adapter_alone_is_a_run_of_its_own(url: str, tmp_path: Path) -> None:
+def test_an_adapter_alone_is_a_run_of_its_own(base: Path, url: str, tmp_path: Path) -> None:
     """TRL merges nothing meanwhile, so that the base stays what servers have, bit for bit."""
-    base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     saved: list[dict[str, torch.Tensor]] = []
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.support.publishing import Tensors, assert_holds
-from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
+from tests.support.tiny import make_model, make_tokenizer
 from tests.support.trainers import ARGUMENTS, FIGURES, SIZES, Logged, Settled, steps_of
 from trainer_side.integrations.trl import DeltaSyncCallback
 from vllm_delta_sync.client import open_run
@@ -21,16 +21,6 @@ pytestmark = pytest.mark.slow
 FEW_STEPS: dict[str, Any] = {**ARGUMENTS, "bf16": False, "max_steps": 3}
 
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "the lazy fox", "over the quick dog"]
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return make_model("qwen3", **SIZES)
-
-
-@pytest.fixture
-def base(model: PreTrainedModel, tmp_path: Path) -> Path:
-    return save_checkpoint(model, tmp_path / "base")
 
 
 def rounded(tensors: Tensors) -> Tensors:
