@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.support.publishers import Down, Hooked, nothing
 from tests.support.publishing import assert_holds
-from tests.support.tiny import make_model, save_checkpoint
-from tests.support.trainers import SIZES, steps_of, threads_of_ours
+from tests.support.trainers import steps_of, threads_of_ours
 from trainer_side import Publisher
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
@@ -65,13 +64,8 @@ class Weights:
 
 
 @pytest.fixture
-def weights() -> Weights:
-    return Weights(make_model("qwen3", **SIZES))
-
-
-@pytest.fixture
-def base(weights: Weights, tmp_path: Path) -> Path:
-    return save_checkpoint(weights.model, tmp_path / "base")
+def weights(model: PreTrainedModel) -> Weights:
+    return Weights(model)
 
 
 @pytest.fixture
