@@ -63,22 +63,23 @@ def test_plain_copies_are_merged_without_base_bits(bucket: Hooked, trainer: Trai
 def test_old_copies_make_room(bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "SHARE", 1 << 30)
     trainer, bucket.upkeep = small_trainer(), left_to_the_test
-    with Publisher(trainer.live, bucket) as publisher:
-        assert publisher._maintenance is not None
-        recent = publisher._maintenance.recent
-        assert recent is not None
 
-        def kept() -> list[int]:
+    def kept(versions: int) -> tuple[list[int], int]:
+        """Publish so many with a new publisher → how old the versions are that it keeps, and bytes of the newest."""
+        with Publisher(trainer.live, bucket) as publisher:
+            assert publisher._maintenance is not None
+            recent = publisher._maintenance.recent
+            assert recent is not None
+            publish(publisher, trainer, versions)
             newest = publisher.version or 0
-            return [newest - version for version in range(newest + 1) if recent.of(version) is not None]
+            ages = [newest - version for version in range(newest + 1) if recent.of(version) is not None]
+            return ages, sum(map(len, recent.of(newest) or []))
 
-        publish(publisher, trainer, KEPT_VERSIONS + 3)
-        assert kept() == list(range(KEPT_VERSIONS))[::-1]
-        size = sum(map(len, recent.of(publisher.version or 0) or []))
-        for limit, versions in ((3 * size + size // 2, [2, 1, 0]), (size // 2, [])):
-            monkeypatch.setattr(memory_limits, "LEAST_BYTES", limit)
-            publish(publisher, trainer)
-            assert kept() == versions
+    ages, size = kept(KEPT_VERSIONS + 3)
+    assert ages == list(range(KEPT_VERSIONS))[::-1]
+    for limit, expected in ((3 * size + size // 2, [2, 1, 0]), (size // 2, [])):
+        monkeypatch.setattr(memory_limits, "LEAST_BYTES", limit)
+        assert kept(5)[0] == expected
 
 
 # In full, or only what changed
