@@ -13,6 +13,7 @@ from tests.support.hub_buckets import ID, URL, opened
 from tests.support.hub_store import Hub
 from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
+from vllm_delta_sync.bucket.base import create_if_absent
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import AccessError, ConflictError, DeadlineError, DigestError, NotFoundError, StoreError
 
@@ -247,10 +248,11 @@ def test_no_room_and_room_again(hub: Hub, bucket: Bucket, tmp_path: Path) -> Non
     create(bucket, tmp_path)
 
 
-def test_an_answer_that_was_lost_after_creating_is_success(hub: Hub, tmp_path: Path) -> None:
+def test_an_answer_that_was_lost_after_creating_is_read_back(hub: Hub, tmp_path: Path) -> None:
     with open_bucket(URL, StoreOptions(store_deadline=PATIENCE_SECONDS)) as bucket:
         hub.fault("lose", "/batch")
-        create(bucket, tmp_path)
+        assert create_if_absent(bucket, "new", new(tmp_path))
         assert bucket.get("new") == new(tmp_path)
+        assert not create_if_absent(bucket, "new", DATA)
         with pytest.raises(ConflictError):
             bucket.put("new", DATA, if_absent=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.bucket.base import has_object
+from vllm_delta_sync.bucket.base import conflict_error, create_if_absent, has_object
 from vllm_delta_sync.bucket.local import STAGING, describe_failure
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.ranged import download
@@ -161,11 +161,14 @@ class BucketProbe:
 
     def create(self) -> CheckResult:
         """Check whether create-if-absent refuses the second writer of a key."""
-        self._put("once", self._data, if_absent=True)
+        key = self._stem + "once"
+        self.made.append(key)
+        if not create_if_absent(self._bucket, key, self._data):
+            raise conflict_error(self._bucket.url, key)
         try:
-            self._bucket.put(self._stem + "once", b"second", if_absent=True)
+            self._bucket.put(key, b"second", if_absent=True)
         except ConflictError:
-            self._expect(self._bucket.get(self._stem + "once"), self._data, "the refusal of a second writer")
+            self._expect(self._bucket.get(key), self._data, "the refusal of a second writer")
         else:
             raise StoreError(
                 "create-if-absent overwrites an existing key, so two publishers would overwrite each other's versions; "
@@ -324,10 +327,10 @@ class BucketProbe:
             return False
         return True
 
-    def _put(self, name: str, data: bytes | Path, if_absent: bool = False) -> None:
+    def _put(self, name: str, data: bytes | Path) -> None:
         if self._stem + name not in self.made:
             self.made.append(self._stem + name)
-        self._bucket.put(self._stem + name, data, if_absent=if_absent)
+        self._bucket.put(self._stem + name, data)
 
     def _expect(self, found: bytes, expected: bytes, after: str) -> None:
         if found != expected:

@@ -6,8 +6,8 @@
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import has_object
-from vllm_delta_sync.errors import ConflictError, DataError, UnsupportedError
+from vllm_delta_sync.bucket.base import create_if_absent, has_object
+from vllm_delta_sync.errors import DataError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
@@ -90,10 +90,8 @@ def put_document(run: RunReader, key: str, document: _Document, replace: bool, *
         replace: False lets the valid document of another writer stay. manifests: of the versions that it names.
     """
     check_document_size(document, run.document_limit, key)
-    try:
-        run.bucket.put(key, document.to_bytes(), if_absent=not replace)
-    except ConflictError:
-        theirs = existing(run, type(document), key, *manifests)
+    if replace or not create_if_absent(run.bucket, key, document.to_bytes()):
+        theirs = None if replace else existing(run, type(document), key, *manifests)
         if theirs is not None:
             return theirs
         # The existing document is damaged, lacks a valid signature, or is of replaced versions: readers skip it.
