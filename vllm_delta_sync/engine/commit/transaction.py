@@ -8,7 +8,7 @@ restarted (WeightsLostError).
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, RankState, Revert, unwrap
@@ -16,6 +16,9 @@ from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, Finge
 
 TRIES = 3
 WAIT_S = 0.2
+T = TypeVar("T")
+Ranks = Sequence[RankState | RankFailure]
+"""What each rank of an engine holds, in the order of ranks."""
 
 
 class EngineStopped(BaseException):
@@ -163,7 +166,7 @@ class Transaction:
         """
         if self._resume("generation does not resume"):
             # The engine's watchdog may have come first. It takes back what was not confirmed yet.
-            ranks = self._describe_with_retries()
+            ranks = self._describe("the pause expired")
             if all_hold(ranks, self._current):
                 raise PauseExpiredError(
                     f"the pause for version {self._target} expired before its controller ended it; the engine took it "
@@ -178,16 +181,22 @@ class Transaction:
     def _mark_time(self) -> None:
         self._times.append(time.monotonic())
 
-    def _describe_with_retries(self) -> list[RankState | RankFailure]:
-        """Ask the ranks what they hold, repeatedly if they do not answer. Raises WeightsLostError."""
-        reason = ""
+    def _with_retries(self, call: Callable[[int], T], reason: str) -> T:
+        """Make a call, given the number of the attempt, until it succeeds. Raises WeightsLostError."""
         for attempt in range(TRIES):
             try:
-                return self._port.call(Describe())
+                return call(attempt)
             except DeltaSyncError as error:
-                reason = error.message
+                reason = f"{reason}; {error.message}"
                 time.sleep(WAIT_S * attempt)
         raise self._lost(reason)
+
+    def _describe(self, reason: str) -> Ranks:
+        return self._with_retries(lambda _: self._port.call(Describe()), reason)
+
+    def _resume(self, reason: str) -> bool:
+        """Resume generation. True if the engine may have resumed itself before, or in a failed attempt."""
+        return self._with_retries(lambda attempt: self._port.resume() or attempt > 0, reason)
 
     def _converge(self, error: BaseException) -> bool:
         """Bring every rank, the label and generation back to the old version.
@@ -202,7 +211,7 @@ class Transaction:
             try:
                 self._restore()
                 if self._resume(reason):
-                    ranks = self._describe_with_retries()
+                    ranks = self._describe(reason)
                     if not all_hold(ranks, self._current):
                         raise WeightsLostError(f"the pause expired, and {describe_ranks(ranks)}")
                 return False
@@ -211,7 +220,7 @@ class Transaction:
             except DeltaSyncError as later:
                 reason = f"{reason}; then {later.message}"
             # The target of a revert was served before, so its weights are proven; the target of a commit is not.
-            if isinstance(self._request, Revert) and all_hold(self._describe_with_retries(), self._target):
+            if isinstance(self._request, Revert) and all_hold(self._describe(reason), self._target):
                 self._port.label(self._label, self._run)
                 self._resume(reason)
                 return True
@@ -226,26 +235,11 @@ class Transaction:
             raise WeightsLostError(describe_ranks(ranks))
         self._port.label(self._current, self._run)
 
-    def _resume(self, reason: str) -> bool:
-        """Resume generation. True if the engine may have resumed itself before."""
-        for attempt in range(TRIES):
-            try:
-                # A failed attempt may have resumed the engine.
-                return self._port.resume() or attempt > 0
-            except DeltaSyncError as error:
-                reason = f"{reason}; {error.message}"
-                time.sleep(WAIT_S * attempt)
-        raise self._lost(reason)
-
     def _lost(self, reason: str) -> WeightsLostError:
         return WeightsLostError(
             f"the commit of version {self._target} could not be brought to an end; the engine must be started again "
             f"({reason})"
         )
-
-
-Ranks = Sequence[RankState | RankFailure]
-"""What each rank of an engine holds, in the order of ranks."""
 
 
 def all_hold(ranks: Ranks, version: int | None, *, confirmed: bool = False) -> bool:

@@ -43,7 +43,7 @@ def forget_all(worker: Any) -> None:
     Symptom: requests for an adapter are answered by the base alone, or by wrong logits. Remove when: ``wake_up`` does
     this, as vLLM does after it has replaced weights.
     """
-    runner = getattr(worker, "model_runner", None)
+    runner: Any = getattr(worker, "model_runner", None)
     if getattr(runner, "lora_manager", None) is not None:
         runner.reset_lora_state()
 

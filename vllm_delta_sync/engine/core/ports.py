@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, wait
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -90,12 +91,12 @@ class _WatchedPort:
         """Call a method of every engine core."""
         raise NotImplementedError
 
-    def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        """Make a call to every rank, paused or not."""
+    def _ask_ranks(self, request: RankRequest[Any]) -> list[list[bytes]]:
+        """Make a call to every rank, paused or not; returns encoded answers per engine."""
         raise NotImplementedError
 
-    def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
-        """Make a call to every rank, only during a pause; None if the pause of any engine had expired."""
+    def _ask_paused(self, request: RankRequest[Any]) -> list[list[bytes] | None]:
+        """As ``_ask_ranks``, only during a pause; None for an engine whose pause had expired."""
         raise NotImplementedError
 
     def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
@@ -108,14 +109,14 @@ class _WatchedPort:
         if self._adapter is not None:
             request = msgspec.structs.replace(request, adapter=self._adapter)
         if not request.paused:
-            return self._call(request)
+            return decode_answers(request, [*chain.from_iterable(self._ask_ranks(request))])
         try:
-            answers = self._call_paused(request)
+            per_engine = self._ask_paused(request)
+            if None not in per_engine:
+                return decode_answers(request, [*chain.from_iterable(filter(None, per_engine))])
         except EngineError as error:
             raise WeightsLostError(f"{request.operation} has no outcome: {error.message}") from error
-        if answers is None:
-            raise EngineError(f"the pause expired before {request.operation}, so it was not done on every rank")
-        return answers
+        raise EngineError(f"the pause expired before {request.operation}, so it was not done on every rank")
 
     def _pause_arguments(self, mode: str, limit_s: float) -> list[Any]:
         """Return the arguments of ``PauseWatchdog.pause``."""
@@ -168,13 +169,11 @@ class ServerEnginePort(_WatchedPort):
     def _ask(self, method: str, *args: Any) -> list[Any]:
         return self._run(self._call_engines(method, *args))
 
-    def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        return _decode_all(request, self._run(self._call_ranks("delta_sync_call_ranks", request)))
+    def _ask_ranks(self, request: RankRequest[Any]) -> list[list[bytes]]:
+        return self._run(self._call_ranks("delta_sync_call_ranks", request))
 
-    def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
-        outcomes = self._run(self._move_ranks(request), self._pause_seconds + ANSWER_SECONDS)
-        answered = [payloads for payloads in outcomes if payloads is not None]
-        return _decode_all(request, answered) if len(answered) == len(outcomes) else None
+    def _ask_paused(self, request: RankRequest[Any]) -> list[list[bytes] | None]:
+        return self._run(self._move_ranks(request), self._pause_seconds + ANSWER_SECONDS)
 
     def pause(self) -> None:
         """See EnginePort. Mode ``wait`` lasts as long as the requests in flight.
@@ -358,10 +357,6 @@ class ServerEnginePort(_WatchedPort):
             return
 
 
-def _decode_all(request: RankRequest[A], per_engine: list[list[bytes]]) -> list[A | RankFailure]:
-    return decode_answers(request, [payload for payloads in per_engine for payload in payloads])
-
-
 def _engine_error(error: Exception) -> EngineError:
     """Return vLLM's error, or the remedy where its engine core does not know our methods."""
     if "has no attribute 'delta_sync_" in str(error):
@@ -381,12 +376,11 @@ class OfflineEnginePort(_WatchedPort):
         super().__init__(settings, adapter)
         self._llm = llm
 
-    def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        return decode_answers(request, self._ask("delta_sync_call_ranks", encode_request(request))[0])
+    def _ask_ranks(self, request: RankRequest[Any]) -> list[list[bytes]]:
+        return self._ask("delta_sync_call_ranks", encode_request(request))
 
-    def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
-        (answers,) = self._ask("delta_sync_call_paused", encode_request(request), self._pause_seconds)
-        return None if answers is None else decode_answers(request, answers)
+    def _ask_paused(self, request: RankRequest[Any]) -> list[list[bytes] | None]:
+        return self._ask("delta_sync_call_paused", encode_request(request), self._pause_seconds)
 
     def pause(self) -> None:
         """See EnginePort.
