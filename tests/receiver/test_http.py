@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from tests.support.services import wait_until
 from tests.support.web import BEARER, CHANGING, ELSEWHERE, Site, listening
-from vllm_delta_sync.engine.api import access, admission, routes
+from vllm_delta_sync.engine.api import access, routes
 from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, FollowerClient, LeaderServer
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import readiness
@@ -320,7 +320,7 @@ def test_version_that_was_requested_is_waited_for(served: Served, monkeypatch: p
 
 
 def test_waiters_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_WAITING", 3)
+    monkeypatch.setattr(served.site.app.state.delta_sync_waiters, "slots", asyncio.Semaphore(3))
     waiting = [later(served.ask, 1) for _ in range(3)]
     served.wait_for_waiters(3)
     crowded = served.ask(1)
@@ -334,7 +334,7 @@ def test_waiters_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_clients_that_have_gone_wait_no_longer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """They leave their places to others, and nothing of theirs reaches vLLM."""
-    monkeypatch.setattr(admission, "MAX_WAITING", 3)
+    monkeypatch.setattr(served.site.app.state.delta_sync_waiters, "slots", asyncio.Semaphore(3))
     for body in (b"{}", b"", bytes(500_000)):
         with pytest.raises(httpx.ReadTimeout):
             served.ask(1, body, timeout=0.3)

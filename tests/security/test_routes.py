@@ -1,5 +1,6 @@
 """Requests of strangers: no page, proxy, name, token or body gets one through, and nothing they name is fetched."""
 
+import asyncio
 import json
 import logging
 import re
@@ -30,7 +31,7 @@ from tests.support.web import (
     request_bytes,
 )
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.api import access, routes
+from vllm_delta_sync.engine.api import access
 from vllm_delta_sync.engine.api.access import MAX_BODY_BYTES
 from vllm_delta_sync.engine.planning.run_history import ancestry
 from vllm_delta_sync.errors import TensorMismatchError
@@ -482,16 +483,15 @@ def test_branch_that_says_its_source_is_elsewhere(tmp_path: Path, caplog: pytest
 PLACES = 8
 
 
-def test_strangers_who_wait(serving_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MAX_WAITING", PLACES)
+def test_strangers_who_wait(serving_site: Site) -> None:
     serving_site.set_token()
-    state = serving_site.app.state
+    slots = serving_site.app.state.delta_sync_slots = asyncio.Semaphore(PLACES)
     with listening(serving_site.app) as port:
         connections = [socket.create_connection(("127.0.0.1", port), WAIT_SECONDS) for _ in range(PLACES + 5)]
         for connection in connections:
             connection.sendall(request_bytes("/delta_sync/wait?version=9&timeout=3600", "GET", Host="127.0.0.1"))
         turned_away = answered(connections, 5)
-        assert state.delta_sync_waiting == PLACES
+        assert slots.locked()
         for connection in turned_away:
             answer = read_answer(connection)
             assert code_of(answer) == 503
@@ -503,7 +503,7 @@ def test_strangers_who_wait(serving_site: Site, monkeypatch: pytest.MonkeyPatch)
         for connection in connections:
             connection.close()
         deadline = time.monotonic() + WAIT_SECONDS
-        while state.delta_sync_waiting:
+        while slots._value < PLACES:
             assert time.monotonic() < deadline, "places of clients that have gone are not given back"
             time.sleep(0.02)
         stranger = request_bytes("/delta_sync/wait?version=9&timeout=0", "GET", Host="x")

@@ -9,8 +9,8 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -132,11 +132,15 @@ class VersionWaiters:
     Args:
         serving: returns the server's receiver; called at every poll, because the leader may change.
         has_ended: returns whether the engine has died or is being stopped; vLLM exits once all requests are answered.
+
+    Attributes:
+        slots: for the requests of ``Admission``.
     """
 
     def __init__(self, serving: Callable[[], Serving], has_ended: Callable[[], bool]) -> None:
         self._serving = serving
         self._has_ended = has_ended
+        self.slots = asyncio.Semaphore(MAX_WAITING)
         self._waiting: set[tuple[int, asyncio.Future[int]]] = set()
         self._poll_task: asyncio.Task[None] | None = None
 
@@ -213,7 +217,6 @@ class Admission:
         self._app = app
         self._state = state
         self._waiters = waiters
-        self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service: Serving | None = getattr(self._state, "delta_sync", None)
@@ -265,7 +268,11 @@ class Admission:
             if minimum is not None:
                 found = self._waiters.newest_served(minimum)
                 if found is None:
-                    with self._waiting_slot():
+                    if self._waiters.slots.locked():
+                        raise CrowdedError(
+                            f"{MAX_WAITING} requests wait for a version already; retry, or use another server"
+                        )
+                    async with self._waiters.slots:
                         found = await self._wait_for(minimum, receive)
                 served = found
             exact = None
@@ -341,16 +348,6 @@ class Admission:
             raise LateError(
                 f"version {version} is wanted, and {served} is served after min_version_seconds ({timeout:g} s); retry"
             ) from None
-
-    @contextmanager
-    def _waiting_slot(self) -> Iterator[None]:
-        if self._waiting >= MAX_WAITING:
-            raise CrowdedError(f"{MAX_WAITING} requests wait for a version already; retry, or use another server")
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: DeltaSyncError) -> None:

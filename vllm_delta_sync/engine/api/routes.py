@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
@@ -174,7 +173,11 @@ async def wait(
         raise UsageError("wait is for the run in the setting bucket; poll /delta_sync/status?adapter=NAME instead")
     waiters: VersionWaiters = request.app.state.delta_sync_waiters
     deadline = time.monotonic() + timeout
-    with _waiting_slot(request):
+    # Clients that may change state need no slot, so that others cannot block them.
+    slots: asyncio.Semaphore | None = None if refusal(request) is None else request.app.state.delta_sync_slots
+    if slots is not None and slots.locked():
+        raise CrowdedError(f"{MAX_WAITING} requests wait already; retry, or send the admin token")
+    async with slots or nullcontext():
         if waiters.newest_served(version) is not None:
             return JsonAnswer(service_of(request).receiver.status())
         waiter = asyncio.ensure_future(waiters.wait_for(version))
@@ -200,25 +203,9 @@ async def objects(request: Request, digest: Annotated[str, Path(pattern=f"^{DIGE
     return answer
 
 
-@contextmanager
-def _waiting_slot(request: Request) -> Iterator[None]:
-    """Hold one of ``MAX_WAITING`` slots. Clients that may change state need none, so others cannot block them."""
-    if refusal(request) is None:
-        yield
-        return
-    state = request.app.state
-    if state.delta_sync_waiting >= MAX_WAITING:
-        raise CrowdedError(f"{MAX_WAITING} requests wait already; retry, or send the admin token")
-    state.delta_sync_waiting += 1
-    try:
-        yield
-    finally:
-        state.delta_sync_waiting -= 1
-
-
 def attach(app: FastAPI) -> None:
     """Add the routes and the middleware to vLLM's application."""
-    app.state.delta_sync_waiting = 0
+    app.state.delta_sync_slots = asyncio.Semaphore(MAX_WAITING)
     app.state.delta_sync_min_version_seconds = Settings.model_fields["min_version_seconds"].default
     app.state.delta_sync_has_ended = lambda: False
     waiters = app.state.delta_sync_waiters = VersionWaiters(
