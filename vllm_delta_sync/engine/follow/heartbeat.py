@@ -66,6 +66,7 @@ class HeartbeatWriter:
             # No run is known yet.
             self._due = time.monotonic() + self._seconds / 3
             return False
+        counts_from = time.monotonic()
         try:
             content = self._content()
             if content == self._last_content and not self._failed and time.monotonic() < self._due:
@@ -78,7 +79,9 @@ class HeartbeatWriter:
             if not self._failed:
                 logger.warning("could not write the heartbeat of %r: %s", self._id, error.message)
             self._failed = True
-        self._due = time.monotonic() + self._seconds / 3
+            # Not tried again at once where the store takes long to fail.
+            counts_from = time.monotonic()
+        self._due = counts_from + self._seconds / 3
         return not self._failed
 
     def _write_ended(self) -> None:
