@@ -276,37 +276,31 @@ class Receiver:
                 unless a commit towards the new one was made; then the new target stays, and the status shows the error.
         """
         chosen = self._configured.model_copy(update={"target": named})
-        before, served = self.settings, self.board.served
         self._require_usable()
+        self._poll()
+        self._restore_served()
+        target = self.history.resolve_target(named)
+        if named == HEAD:
+            target = max(target, self.served_version or 0)
+        before, served = self.settings, self.board.served
         try:
-            self._retarget(chosen)
-        except DeltaSyncError:
-            moved = self.settings != before or self.board.served is not served
-            if not moved or self.settings != chosen or self.board.served is None:
+            with self._reporting_errors():
+                self.goal_version = target
+                position = self._ensure_position()
+                self.settings = chosen
+                self._move_to(position, target)
+            self._mark_healthy()
+        except BaseException as error:
+            # The head stays the target, because it can be reached later. A version that cannot be served does not, nor
+            # does anything while nothing is served: the caller gets an error.
+            moved = self.board.served is not served
+            stays = self.settings is chosen and self.board.served is not None and (moved or named == HEAD)
+            if not stays:
+                self.settings = before
+            if not stays or not isinstance(error, DeltaSyncError) or (chosen == before and not moved):
                 raise
         self.board.set(target=named)
         self.release()
-
-    def _retarget(self, chosen: Settings) -> None:
-        self._poll()
-        self._restore_served()
-        target = self.history.resolve_target(chosen.target)
-        if chosen.target == HEAD:
-            target = max(target, self.served_version or 0)
-        before, served = self.settings, self.board.served
-        with self._reporting_errors():
-            self.goal_version = target
-            position = self._ensure_position()
-            self.settings = chosen
-            try:
-                self._move_to(position, target)
-            except BaseException:
-                # The head stays the target, because it can be reached later. A version that cannot be served does not,
-                # nor does anything while nothing is served: the caller gets an error.
-                if self.board.served is None or (chosen.target != HEAD and self.board.served is served):
-                    self.settings = before
-                raise
-        self._mark_healthy()
 
     def verify(self) -> Answer:
         """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit.
