@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,21 @@ def test_a_model_that_is_given_is_used_as_it_is(tmp_path: Path, serve: Command) 
     assert command[0] == "base"
     assert "--load-format" not in command
     assert not serve.home.exists()
+
+
+def test_only_a_real_start_keeps_what_was_seen_of_the_run(tmp_path: Path, serve: Command) -> None:
+    """A dry run may be on another machine, or by another user, than the server."""
+    keys.generate(tmp_path / "key")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    flags = ["base", "--bucket", GOLDEN, "--trusted-keys", str(tmp_path / "key.pub")]
+    serve(*flags, "--state-dir", str(tmp_path / "state"))
+    assert not (tmp_path / "state").exists()
+    serve(*flags, "--state-dir", str(blocked))
+    with mock.patch.object(os, "execv", side_effect=AssertionError("started")):
+        started = delta_sync("serve", *flags, "--state-dir", str(blocked))
+    assert started.code == 2
+    assert f"what was seen of the run cannot be kept in {str(blocked)!r}" in started.err
 
 
 def test_peers_get_the_token_that_a_flag_names(tmp_path: Path, serve: Command) -> None:

@@ -49,8 +49,7 @@ def serve_command(
     chosen = load_settings(dict(settings))
     # Refused here: the server would find out only once the model is loaded.
     open_peers(chosen.store(), chosen.admin_token())
-    # Can the last seen head be stored?
-    TrustedHead(chosen, chosen.keyring())
+    chosen.keyring()
     client_keys(chosen.notice_key, chosen.notice_server_key)
     patches.distribution_version()
     # The command looks up the version of a distribution of exactly that name.
@@ -128,6 +127,9 @@ def exec_serve(model: str | None, settings: Mapping[str, str], vllm_args: list[s
 
     The admin token is in neither its command line nor its environment, so no process that it starts inherits it."""
     environment, command = serve_command(model, settings, vllm_args)
+    chosen = load_settings(dict(settings))
+    # Can the last seen head be stored? Not asked above: a dry run writes nothing there, perhaps on another machine.
+    TrustedHead(chosen, chosen.keyring())
     os.environ.update(environment)
     admin_token.hide()
     os.execv(command[0], command)
