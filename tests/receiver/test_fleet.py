@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.services import POLL, WAIT, serving, wait_until
 from tests.support.stores import STORES
 from tests.support.world import World
 from vllm_delta_sync import open_run
+from vllm_delta_sync.engine.follow import heartbeat as keeper_module
 from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -152,6 +154,16 @@ def test_heartbeat_is_written_again_before_it_ends(chain: Chain) -> None:
     fast.notify()
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+def test_heartbeat_is_renewed_in_time_by_a_slow_store(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a write takes is part of the third of its lifetime after which it is written again."""
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    keeper = HeartbeatWriter(server.receiver, "one", seconds=3)
+    monkeypatch.setattr(keeper_module, "write_heartbeat", lambda *_, **__: time.sleep(1.1))
+    assert keeper.write_if_due()
+    assert keeper.write_if_due()
 
 
 def test_heartbeat_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.LogCaptureFixture) -> None:
