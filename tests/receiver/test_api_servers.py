@@ -171,6 +171,16 @@ def test_one_that_is_being_stopped_does_not_lead(processes: list[Process]) -> No
     assert stopping.status()["error"]["kind"] == "busy"
 
 
+def test_one_that_cannot_lead_leaves_it_to_another(folder: Path, processes: list[Process]) -> None:
+    """Although it listens already, and the others have connected to it."""
+    leader = leader_of(processes)
+    others = [process for process in processes if process is not leader]
+    (folder / api_server.CANNOT_START).touch()
+    leader.end()
+    wait_until(lambda: "leader" in [process.status().get("role") for process in others])
+    assert not (folder / api_server.CANNOT_START).exists()
+
+
 def client(index: int, count: int) -> Any:
     return SimpleNamespace(engine_core=SimpleNamespace(client_index=index, client_count=count))
 

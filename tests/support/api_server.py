@@ -6,6 +6,7 @@ this server) or what ReceiverService.request takes.
 
 import asyncio
 import threading
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +20,9 @@ from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
 
+CANNOT_START = "cannot-start"
+"""The first process that finds this file where they meet removes it, and cannot start its receiver."""
+
 
 def run(requests: Connection, base: Path, url: str, siblings: ApiServerGroup) -> None:
     """Answer requests until the other end of the pipe is closed."""
@@ -31,7 +35,16 @@ async def _serve(requests: Connection, base: Path, url: str, siblings: ApiServer
     model.load_weights(load_file(base / "model.safetensors").items())
     settings = Settings(bucket=url, poll_seconds=0.05)
     stopping = threading.Event()
-    controller = LeaderElection(lambda: ReceiverService(ModulePort(model), settings), siblings, stopping)
+
+    class Service(ReceiverService):
+        def start(self) -> None:
+            with suppress(FileNotFoundError):
+                (siblings.folder / CANNOT_START).unlink()
+                time.sleep(0.5)  # others connect meanwhile
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    controller = LeaderElection(lambda: Service(ModulePort(model), settings), siblings, stopping)
     await controller.start()
     requests.send("ready")
     while True:

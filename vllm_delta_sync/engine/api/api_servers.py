@@ -169,12 +169,20 @@ class LeaderElection:
             raise EngineError(f"no API server of this server led within {LEADER_SECONDS:.0f} s") from None
 
     async def _follow_or_lead(self, follower: "FollowerClient") -> None:
-        """Follow one leader after the other, until this process takes the lock, which the leader's end releases."""
+        """Follow one leader after the other, until this process takes the lock, which the leader's end releases.
+
+        Tried during a connection too: one to a process that could not lead, or has left a child, outlasts its lock.
+        """
+        following: asyncio.Task[None] | None = None
         while self._current is follower:
-            await follower.follow()
+            if following is None or following.done():
+                following = asyncio.create_task(follower.follow())
+            await asyncio.wait({following}, timeout=VIEW_SECONDS)
             if self._lock >= 0 and not self._stopping.is_set() and try_lock(self._lock):
+                following.cancel()
                 await self._take_over(follower)
-            await asyncio.sleep(CONNECT_SECONDS)
+            elif following.done():
+                await asyncio.sleep(CONNECT_SECONDS)
 
     async def _take_over(self, follower: "FollowerClient") -> None:
         logger.warning("the API server leader has ended; process %d leads now", os.getpid())
