@@ -70,7 +70,7 @@ STATUS_FIELDS = {
     "store.receive_seconds": "spent in transfers, summed over parallel ones",
     "versions": "installed releases",
     "versions.vllm": "null if not installed",
-    "versions.torch": "null if not installed",
+    "versions.torch": "as the server's process has it",
     "versions.vllm_delta_sync": "release of the plugin",
     "versions.tested": "whether it was tested with that vLLM",
     "trust": "null without `trusted_keys`",
