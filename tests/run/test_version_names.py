@@ -31,7 +31,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     tensors = {"w": torch.zeros(8)}
     moments = [timestamp(now - timedelta(hours=hours)) for hours in HOURS_AGO]
     with (
-        mock.patch("trainer_side.manifests.timestamp", side_effect=moments),
+        mock.patch("trainer_side.writer.timestamp", side_effect=moments),
         Publisher(tensors, bucket=url) as publisher,
     ):
         for step in STEPS[1:]:

@@ -44,7 +44,7 @@ def forget_all(worker: Any) -> None:
     this, as vLLM does after it has replaced weights.
     """
     runner: Any = getattr(worker, "model_runner", None)
-    if getattr(runner, "lora_manager", None) is not None:
+    if runner is not None and getattr(runner, "lora_manager", None) is not None:
         runner.reset_lora_state()
 
 
