@@ -21,8 +21,8 @@ from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
-from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.fleet.heartbeats import read_heartbeats
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.fleet.heartbeats import read_heartbeats, write_heartbeat
 from vllm_delta_sync.settings import Settings
 
 NAMES = [f"r{number}" for number in range(5)]
@@ -246,3 +246,55 @@ def test_process_that_ends_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         subprocess.run([sys.executable, "-c", LEAVING, place.url], check=True, timeout=WAIT)
         (held,) = read_heartbeats(open_run(place.url)).stored
     assert (held.heartbeat.state, held.heartbeat.served) == ("left", 0)
+
+
+def test_a_heartbeat_outlives_an_unexpected_error(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    document, failing = server.receiver.board.document, threading.Event()
+    failing.set()
+
+    def broken() -> dict[str, Any]:
+        if failing.is_set():
+            raise KeyError("a bug")
+        return document()
+
+    monkeypatch.setattr(server.receiver.board, "document", broken)
+    monkeypatch.setattr(keeper_module, "SPACING_SECONDS", 0.01)
+    keeper, stop = HeartbeatWriter(server.receiver, "one", seconds=1), threading.Event()
+    thread = threading.Thread(target=keeper.run, args=(stop,))
+    thread.start()
+    wait_until(lambda: any("failed unexpectedly" in record.getMessage() for record in caplog.records))
+    assert thread.is_alive()
+    failing.clear()
+    wait_until(lambda: [heartbeat.served for heartbeat in heartbeats(chain)] == [6])
+    # It says that it ends even where it cannot tell its last state.
+    failing.set()
+    stop.set()
+    keeper.notify()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] in ([], ["left"])
+
+
+def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may have kept what it did not answer."""
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    keeper, stop = HeartbeatWriter(server.receiver, "one"), threading.Event()
+    lost = [True]
+
+    def unanswered(*arguments: Any, **content: Any) -> None:
+        write_heartbeat(*arguments, **content)
+        if lost:
+            lost.pop()
+            raise StoreError("the connection was closed")
+
+    monkeypatch.setattr(keeper_module, "write_heartbeat", unanswered)
+    assert not keeper.write_if_due()
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["idle"]
+    stop.set()
+    keeper.run(stop)
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["left"]

@@ -2,9 +2,11 @@
 
 import logging
 import re
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -19,6 +21,7 @@ from vllm_delta_sync.engine.follow import updater
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES
+from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.errors import ChainError, FingerprintError, NotFoundError, error_kinds
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.server_client import ServerStatus
@@ -254,3 +257,21 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
     assert list(timings) == [phase for phase in updater.PHASES if phase in timings]
     assert {"fetch", "verify", "decode", "route"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0
+
+
+def test_gauges_of_an_older_status_are_never_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of notices changes the status too: its change comes while another's is being written."""
+    board = StatusBoard("follow")
+    board.export_metrics()
+    show, newer = metrics.show, threading.Thread(target=board.set, kwargs={"undo": [0, 1]})
+
+    def slow(*shown: Any) -> None:
+        if threading.current_thread() is not newer and newer.ident is None:
+            newer.start()
+            newer.join(0.5)
+        show(*shown)
+
+    monkeypatch.setattr(metrics, "show", slow)
+    board.set(undo=[0])
+    newer.join()
+    assert sample("undo_versions") == 2
