@@ -141,7 +141,7 @@ def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "kind", ["temporary", "scratch", "API servers", pytest.param("adapter", marks=pytest.mark.slow)]
+    "kind", ["temporary", "scratch", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 )
 def test_what_a_killed_process_left_goes_and_what_is_used_stays(short: Path, owners: Owners, kind: str) -> None:
     program = OWNERS[kind] + REPORT + WAIT
