@@ -10,7 +10,7 @@ from trainer_side.options import PublisherOptions
 from trainer_side.run_weights import FullState, RunWeights
 from trainer_side.writer import RunWriter, UncertainError, full_manifest
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.base import confirm_created, exists, has_content
+from vllm_delta_sync.bucket.base import confirm_created, create_if_absent, exists, has_content
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, DigestError, LimitError, NotFoundError
 from vllm_delta_sync.format import limits
@@ -161,7 +161,7 @@ class RunStart:
         except ConflictError:
             for key, data in found.items():
                 if data is not None:
-                    self._bucket.put(key, data, if_absent=True)
+                    create_if_absent(self._bucket, key, data)
             raise
 
     def _refuse_begun(self) -> None:

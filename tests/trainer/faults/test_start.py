@@ -181,9 +181,14 @@ def test_only_what_was_seen_is_replaced(bucket: Hooked, trainer: Trainer, tmp_pa
     assert open_run(bucket.url).verify().head == 1
 
 
-@pytest.mark.parametrize("look", [2, 3])
-def test_start_that_succeeds_late_keeps_its_run(look: int, bucket: Hooked, trainer: Trainer, tmp_path: Path) -> None:
-    """It does so before the other removes what it has written, or while that is done."""
+@pytest.mark.parametrize(("look", "repeated"), [(2, False), (3, False), (3, True)])
+def test_start_that_succeeds_late_keeps_its_run(
+    look: int, repeated: bool, bucket: Hooked, trainer: Trainer, tmp_path: Path
+) -> None:
+    """It does so before the other removes what it has written, or while that is done.
+
+    It is put back, also if each put is repeated because its answer was lost, and then finds its own object.
+    """
     Publisher(trainer.live, bucket).close()
     (bucket.folder / "HEAD.json").unlink()
     (bucket.folder / "versions").rename(tmp_path / "versions")
@@ -194,7 +199,12 @@ def test_start_that_succeeds_late_keeps_its_run(look: int, bucket: Hooked, train
         if key == version_key(0) and seen.count(key) == look:
             (tmp_path / "versions").rename(bucket.folder / "versions")
 
+    def conflict(key: str) -> None:
+        raise ConflictError(f"{key} is there")
+
     bucket.looking = commit
+    if repeated:
+        bucket.after = conflict
     with pytest.raises(ConflictError, match="begun by another publisher just now"):
         Publisher(trainer.live, bucket)
     assert open_run(bucket.url).verify().head == 0
