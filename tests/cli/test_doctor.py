@@ -391,6 +391,16 @@ def test_a_store_without_create_if_absent_is_a_warning(broken: Broke) -> None:
     assert "one publisher at a time" in found["create"].remedy
 
 
+def test_a_create_whose_answer_was_lost_is_no_finding(broken: Broke) -> None:
+    """It is repeated, and then finds its own object."""
+
+    def repeated(bucket: Broken, key: str, data: bytes | Path, if_absent: bool = False) -> None:
+        bucket.sound.put(key, data, if_absent=if_absent)
+        bucket.sound.put(key, data, if_absent=if_absent)
+
+    assert verdicts(broken({"put": repeated})) == {}
+
+
 def test_a_mount_that_hangs_is_given_up(broken: Broke, tmp_path: Path) -> None:
     hanging = {"get_range": lambda bucket, key, start, length: bytes(bucket.hangs.wait(600))}
     began = time.monotonic()
