@@ -20,7 +20,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,9 +231,13 @@ class Worker:
             key = f"trajectories/{self._options.worker}/{self._number:010d}.json.gz"
             data = gzip.compress(json.dumps(batch | {"number": self._number}).encode(), mtime=0)
             self._number += 1
-            with suppress(ConflictError):  # another process has written this number
+            try:
                 self._bucket.put(key, data, if_absent=True)
-                return key
+            except ConflictError:
+                # Another process has written this number, or this one: if an answer is lost, the put is repeated.
+                if self._bucket.get(key) != data:
+                    continue
+            return key
 
 
 def main(arguments: Sequence[str]) -> int:

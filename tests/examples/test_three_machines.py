@@ -30,6 +30,7 @@ from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 
 FOLDER = Path(environment.__file__).parent
 SECONDS = 60
@@ -274,6 +275,23 @@ def test_what_the_trainer_warms_up_on_is_what_rollouts_play() -> None:
     for secret in environment.WORDS:
         for guess in environment.WORDS:
             assert rollouts.reply(guess, environment.feedback(secret, guess)) == trainer.marked(secret, guess) + ">"
+
+
+class Repeating(BucketMiddleware):
+    """Each put is repeated, as if its first answer had been lost."""
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        super().put(key, data, if_absent=if_absent)
+        super().put(key, data, if_absent=if_absent)
+
+
+def test_a_batch_whose_answer_was_lost_is_written_once(tmp_path: Path) -> None:
+    """Twice it would be trained on twice. The number of another process is left to it."""
+    with open_bucket(str(tmp_path)) as bucket:
+        worker = rollouts.Worker(Namespace(worker="w1", environment="http://none"), "http://none", Repeating(bucket))
+        bucket.put(key_of("w1", 0), b"of another process")
+        assert worker._put(RUN, []) == key_of("w1", 1)
+        assert [item.key for item in bucket.list("trajectories/")] == [key_of("w1", 0), key_of("w1", 1)]
 
 
 class World:
