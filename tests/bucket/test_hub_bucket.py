@@ -6,8 +6,11 @@ And create-if-absent, as far as the Hub's interface goes.
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 
+import hf_xet  # type: ignore[import-untyped]
 import huggingface_hub
 import pytest
 
@@ -223,3 +226,26 @@ def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:
         with pytest.raises(ConflictError, match="another writer was first"):
             quick.result()
     assert bucket.get("a") == b"slow"
+
+
+def test_first_uploads_at_once_share_one_session(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks in memory are bounded for each session."""
+    make, made, used = hf_xet.XetSession, Barrier(2), []
+
+    class Session:
+        def __init__(self, config: object) -> None:
+            self._inner = make(config)
+            with suppress(BrokenBarrierError):
+                made.wait(5)
+
+        def new_upload_commit(self, **arguments: object) -> object:
+            used.append(self)
+            return self._inner.new_upload_commit(**arguments)
+
+    monkeypatch.setattr(hf_xet, "XetSession", Session)
+    # Sessions are kept by their times.
+    bucket = HubBucket(parse_store_url(URL), StoreOptions(store_deadline=48.25))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(bucket.put, ("a", "b"), (b"x", b"y")))
+    assert len(used) == 2
+    assert used[0] is used[1]

@@ -7,7 +7,6 @@ not detect a damaged chunk, so readers must check the digest of an object.
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import hf_xet  # type: ignore[import-untyped]
@@ -26,6 +25,9 @@ _CONNECT_SECONDS = 10.0
 
 _SMALL_BYTES = 1 << 22
 
+_sessions: dict[tuple[int, float, float], Any] = {}
+"""Sessions by process id, because their threads do not survive a fork, and by timeouts."""
+
 
 def upload(api: HubApi, options: StoreOptions, blocks: Iterable[bytes], size: int) -> str:
     """Store a content of about ``size`` bytes and return its hash; invisible until ``HubApi.add`` names it.
@@ -37,7 +39,7 @@ def upload(api: HubApi, options: StoreOptions, blocks: Iterable[bytes], size: in
     # The timeout for the answer includes the time to send the request.
     wait = deadline / _TRIES if size <= _SMALL_BYTES else options.allowance(_BLOCK_BYTES)
     try:
-        with _session(os.getpid(), deadline, wait).new_upload_commit(**connection.arguments) as commit:
+        with _session(deadline, wait).new_upload_commit(**connection.arguments) as commit:
             stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
             for block in blocks:
                 # Blocks while _UPLOADS blocks are in flight.
@@ -55,15 +57,16 @@ def upload(api: HubApi, options: StoreOptions, blocks: Iterable[bytes], size: in
     return str(stored.hash)
 
 
-@lru_cache
-def _session(process: int, deadline: float, wait: float) -> Any:
-    """Return hf_xet's session (connections and threads), shared by all buckets of a process.
+def _session(deadline: float, wait: float) -> Any:
+    """Return hf_xet's session (connections and threads), shared by all buckets and threads of this process.
 
     Args:
-        process: its id, because the threads of a session do not survive a fork.
         deadline: seconds for all tries of a request. wait: seconds for one answer.
     """
-    return hf_xet.XetSession(_config(deadline, wait))
+    which = os.getpid(), deadline, wait
+    found = _sessions.get(which)
+    # Of threads that make one at once, all use the first: each session in use may have ``_UPLOADS`` blocks in memory.
+    return _sessions.setdefault(which, hf_xet.XetSession(_config(deadline, wait))) if found is None else found
 
 
 def _config(deadline: float, wait: float) -> Any:
