@@ -93,8 +93,7 @@ def put_document(run: RunReader, key: str, document: _Document, replace: bool, *
     if replace or not create_if_absent(run.bucket, key, document.to_bytes()):
         theirs = None if replace else existing(run, type(document), key, *manifests)
         if theirs is not None:
-            # It is our own if the answer to the put was lost, and the client has put it again.
-            return document if theirs.digest == document.digest else theirs
+            return theirs
         # The existing document is damaged, lacks a valid signature, or is of replaced versions: readers skip it.
         run.bucket.put(key, document.to_bytes())
     return document
