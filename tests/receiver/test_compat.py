@@ -37,7 +37,8 @@ class Touch:
             that the class's constructor sets.
         breaks: what happens without it. takes: parameters that we give, or read by position.
         exactly: whether it may take no others, because we put something in its place.
-        since: the first release that has it, where we do without it in older ones.
+        since: the first release that has it, where we do without it in older ones. until: the first that does not, as
+            it lacks what we follow there.
     """
 
     ours: str
@@ -47,6 +48,7 @@ class Touch:
     takes: tuple[str, ...] = ()
     exactly: bool = False
     since: str = "0"
+    until: str = "1000"
 
     def __str__(self) -> str:
         return f"{self.ours}-{self.module.removeprefix('vllm.')}.{self.name}"
@@ -277,11 +279,12 @@ compat/speculation.py | drafts of speculative decoding go stale, or are refused
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.drafter
     vllm.v1.worker.gpu.model_runner: GPUModelRunner.speculator
     vllm.v1.spec_decode.llm_base_proposer: SpecDecodeBaseProposer.load_model
-    vllm.v1.spec_decode.medusa: MedusaProposer.load_model
+    vllm.v1.spec_decode.medusa: MedusaProposer.load_model until 0.33
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.load_model
 """
 """A line per file of ours, with what breaks; below it a module of vLLM's, and what we need of it: names with the
-parameters that we give, with "only" if there may be no others, with "since" where older releases lack them."""
+parameters that we give, with "only" if there may be no others, with "since" where older releases lack them, with
+"until" where newer ones do."""
 
 
 def touches_of(table: str) -> Iterator[Touch]:
@@ -293,21 +296,23 @@ def touches_of(table: str) -> Iterator[Touch]:
         named, names = line.strip().split(": ", 1)
         modules = MODEL_RUNNERS if named == "MODEL_RUNNERS" else [named]
         for entry in names.split("; "):
-            found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?", entry)
+            found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?(?: until ([\d.]+))?", entry)
             assert found is not None, entry
             owner, _, last = found[1].rpartition(".")
             for name in write_hooks.WRITE_METHODS if last == "WRITERS" else [last]:
                 where = f"{owner}.{name}" if owner else name
                 takes = tuple(found[2].split(", ")) if found[2] else ()
                 for module in modules:
-                    yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), found[4] or "0")
+                    span = found[4] or Touch.since, found[5] or Touch.until
+                    yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), *span)
 
 
 TOUCHES = list(touches_of(TABLE))
+release = Version(INSTALLED[1])
 
 
 @pytest.mark.parametrize(
-    "touch", [touch for touch in TOUCHES if Version(touch.since) <= Version(INSTALLED[1])], ids=str
+    "touch", [touch for touch in TOUCHES if Version(touch.since) <= release < Version(touch.until)], ids=str
 )
 def test_vllm_has_what_we_touch(touch: Touch) -> None:
     assert problem_of(touch) == ""
@@ -336,7 +341,8 @@ def test_plugins_are_found_where_we_register_them() -> None:
 def serve_parser() -> Any:
     """The parser of the installed ``vllm serve``."""
     arguments = importlib.import_module("vllm.utils.argparse_utils")
-    module = importlib.import_module("vllm.entrypoints.launchers.cli_args")
+    package = "launchers" if release < Version("0.33") else "common"
+    module = importlib.import_module(f"vllm.entrypoints.{package}.cli_args")
     return module.make_arg_parser(arguments.FlexibleArgumentParser())
 
 
@@ -350,6 +356,8 @@ def test_draft_methods_are_those_that_vllm_has() -> None:
     from vllm.config.speculative import SpeculativeMethod
 
     methods = set(flat(get_args(SpeculativeMethod)))
+    if release >= Version("0.33"):  # which no longer has it
+        methods.add("mlp_speculator")
     assert {*speculation.WITHOUT_WEIGHTS, speculation.OWN_MODEL, *speculation.UNKNOWN} <= methods
 
 
