@@ -56,7 +56,7 @@ def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket,
         with pytest.raises(ConflictError):
             bucket.put("key", source, if_absent=True)
         assert local.get("key") == theirs
-    # The same bytes too, which may be somebody else's: who puts what is unique reads it back.
+    # The same bytes too, which another writer may have put: a caller that puts unique bytes reads them back.
     local.put("key", b"mine")
     with pytest.raises(ConflictError):
         RetryingBucket(PlannedBucket(local, CUT), OPTIONS, StoreUsage()).put("key", source, if_absent=True)

@@ -201,7 +201,7 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
 def test_gc_that_removed_an_object_meanwhile(
     tmp_path: Path, kind: type[side.MergedDelta] | type[side.Anchor], repeated: bool
 ) -> None:
-    """An object that no document names yet looks like nobody's; also where a put is repeated, its answer being lost."""
+    """An object that no document names yet looks unused; also where a put is repeated because its answer was lost."""
     written = make(tmp_path, 4)
     removed: list[str] = []
 

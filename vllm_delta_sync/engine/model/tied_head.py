@@ -187,7 +187,7 @@ def _set_tied(config: Any, tied: bool) -> None:
 
 
 def _set_all_tied(replica: Any, tied: bool) -> None:
-    """Tell the modules of a replica, which has configurations of its own, what vLLM would have told them."""
+    """Set in the modules of a replica, which has configurations of its own, what vLLM sets in those of its model."""
     from transformers import PretrainedConfig
 
     for module in (replica.model if isinstance(replica, ModelWithDraft) else replica).modules():
