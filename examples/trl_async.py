@@ -357,7 +357,11 @@ def run(options: argparse.Namespace, out: Path) -> None:
     failures = [f"{claim} does not hold" for claim, holds in verdict.items() if not holds]
     first, last = summary["reward"].values()
     if options.steps >= 100 and last - first < 0.25:
-        failures.append(f"the reward rose from {first:.3f} to {last:.3f} only")
+        age = summary["staleness"]["by_spans"]
+        failures.append(
+            f"the reward rose from {first:.3f} to {last:.3f} only, on answers of weights {age:.2f} versions old; where "
+            "other programs share the cores, answers are older and training learns less"
+        )
     if failures:
         sys.exit("\n".join(f"FAILED: {failure}" for failure in failures))
 
