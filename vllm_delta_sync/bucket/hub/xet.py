@@ -64,9 +64,10 @@ def _session(deadline: float, wait: float) -> Any:
         deadline: seconds for all tries of a request. wait: seconds for one answer.
     """
     which = os.getpid(), deadline, wait
-    found = _sessions.get(which)
-    # Of threads that make one at once, all use the first: each session in use may have ``_UPLOADS`` blocks in memory.
-    return _sessions.setdefault(which, hf_xet.XetSession(_config(deadline, wait))) if found is None else found
+    if which not in _sessions:
+        # If threads make one at once, all use the first: each session in use may have ``_UPLOADS`` blocks in memory.
+        _sessions.setdefault(which, hf_xet.XetSession(_config(deadline, wait)))
+    return _sessions[which]
 
 
 def _config(deadline: float, wait: float) -> Any:
