@@ -362,7 +362,7 @@ class RankWorker:
             raise
         except DeltaSyncError:
             raise
-        except Exception as error:
+        except Exception as error:  # a rank answers with errors of kinds that the controller knows
             raise protocol.wrap_error(error) from error
         finally:
             # The version of the weights must be known.
