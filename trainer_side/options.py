@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
@@ -41,6 +42,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 Ratio = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
+ChosenCodec = Annotated[Codec, BeforeValidator(lambda codec: "tiled" if codec == "auto" else codec)]
 
 
 class Checked:
@@ -161,7 +163,7 @@ class PublisherOptions(Checked):
         every: publish at every k-th call only.
         codec: ``tiled``: the smallest; readers need the weights before each version, as servers have them.
             ``plain``: about 1.4 times as large, and readers need no weights. ``raw``: plain positions and values,
-            which any safetensors reader understands.
+            which any safetensors reader understands. ``auto`` is ``tiled``.
         compression: ``zstd`` or ``none``.
         notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` uses a broker.
         files: folder with config.json, tokenizer.json and similar files. A new run keeps them, so that servers
@@ -215,7 +217,7 @@ class PublisherOptions(Checked):
     bucket: SkipValidation[str | Bucket]
     base: SkipValidation[str | Path | None] = None
     every: Count = 1
-    codec: Codec = "tiled"
+    codec: ChosenCodec = "tiled"
     compression: Compression = "zstd"
     notice: SkipValidation[str | None] = None
     _: KW_ONLY

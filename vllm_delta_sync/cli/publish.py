@@ -91,7 +91,7 @@ def _not_published(names: list[str]) -> str:
         help=f"with --watch: longest time to go on publishing after SIGTERM or Ctrl-C (default: {GRACE_SECONDS:g})",
     ),
     option("--once", action="store_true", help="with --watch: publish what is complete now, and end"),
-    option("--codec", choices=CODECS, help="how changes are encoded (default: tiled)"),
+    option("--codec", choices=("auto", *CODECS), help="how changes are encoded (default: tiled)"),
     option("--notice", metavar="ADDRESS", help="announce versions: tcp://*:5555, or a broker: connect:tcp://HOST:PORT"),
     failed="a checkpoint is not complete, or has other tensors than the run; --once: nothing is published, or a "
     "checkpoint is refused; --watch after SIGTERM: a checkpoint is left",
