@@ -263,11 +263,14 @@ def poll_requests() -> int:
             weights["weight"] += 1
             publisher.publish(step=1, wait=True)
         bucket = Counting(open_bucket(url))
+        # What is on a disk is not asked for ahead.
+        bucket.url = "s3://as-of-a-store/run"
         run = Run(bucket)
+        known = run.head()
         bucket.requests = 0
-        with run.prefetching(1):
-            run.is_current()
-            run.reachable_head()
+        with run.prefetching(known.version):
+            run.is_there()
+            run.reachable_head(known)
         return bucket.requests
 
 

@@ -30,7 +30,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.base_document import dump_canonical
-from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest, version_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, VERSIONS_PREFIX, Manifest, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run import run_reader
@@ -60,8 +60,9 @@ class Far(Hooked):
 def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     chain.grow()
-    bucket, together = Far(chain.folder), threading.Barrier(5)
+    bucket, together = Far(chain.folder), threading.Barrier(3)
     run = RunReader(bucket)
+    known = run.manifest(0)
     bucket.asked.clear()
 
     def read(key: str) -> None:
@@ -70,10 +71,41 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
 
     bucket.reading = read
     with run.prefetching(0, expected=1):
-        assert run.is_current()
-        assert run.head().version == 1
+        assert run.is_there()
+        assert run.reachable_head(known)[0].version == 1
     # With the version after it, whose absence shows that there is none newer.
-    assert sorted(bucket.asked) == sorted(["run.json", "HEAD.json", version_key(0), version_key(1), version_key(2)])
+    assert sorted(bucket.asked) == sorted(["HEAD.json", version_key(1), version_key(2)])
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_a_poll_without_news_asks_for_the_head_and_the_version_that_may_follow(tmp_path: Path, trusting: bool) -> None:
+    """Stores charge for each request, and the manifest of a snapshot may have megabytes. What keys must have signed is
+    checked again."""
+    keyring = keyring_at(tmp_path / "key") if trusting else None
+    chain = Chain(tmp_path, keyring=keyring)
+    bucket = Far(chain.folder)
+    run = RunReader(bucket, keyring)
+    known = run.head()
+    bucket.asked.clear()
+    with run.prefetching(known.version):
+        assert run.is_there()
+        assert run.reachable_head(known) == (known, None)
+    again = [RUN_KEY, version_key(0)] if trusting else []
+    assert sorted(bucket.asked) == sorted([HEAD_KEY, version_key(1), *again])
+
+
+def test_a_poll_notices_another_run_in_the_place(tmp_path: Path) -> None:
+    chain = Chain(tmp_path / "first")
+    run = RunReader(chain.bucket)
+    other = Chain(tmp_path / "second", seed=1)
+    for key in (RUN_KEY, HEAD_KEY):
+        chain.bucket.put(key, other.bucket.get(key))
+    assert not run.is_there()
+    chain.bucket.delete(HEAD_KEY)
+    assert not run.is_there()
+    chain.bucket.delete(RUN_KEY)
+    with pytest.raises(NotFoundError, match="no longer"):
+        run.is_there()
 
 
 def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path) -> None:
@@ -83,12 +115,15 @@ def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path
     run, behind = RunReader(bucket), bucket.get(HEAD_KEY)
     chain.grow(2)
     chain.bucket.put(HEAD_KEY, behind)
-    for known, found in ((1, 2), (2, 3), (3, 3)):
+    known = run.manifest(1)
+    for found in (2, 3, 3):
         bucket.asked.clear()
-        with run.prefetching(known):
-            assert run.reachable_head(known)[0].version == found
+        with run.prefetching(known.version):
+            before, known = known, run.reachable_head(known)[0]
+        assert known.version == found
+        # HEAD.json names version 1.
         assert sorted(key for key in bucket.asked if key.startswith(VERSIONS_PREFIX)) == [
-            version_key(version) for version in range(1, known + 2)
+            version_key(version) for version in range(1 + (before.version == 1), before.version + 2)
         ]
     assert run.reachable_head()[0].version == 3
 

@@ -164,9 +164,13 @@ class Prefetcher:
                 pass
         return self.stored(key, max_bytes)
 
-    def probe(self, key: str, max_bytes: int) -> bytes:
-        """As ``get``, for a document that nothing names: one that was missing when it was prefetched is missing."""
-        early = self._under_way.pop(key, None)
+    def probe(self, key: str, max_bytes: int, keep: bool = False) -> bytes:
+        """As ``get``, for a document that nothing names: one that was missing when it was prefetched is missing.
+
+        Args:
+            keep: leave what was prefetched to a later ``get``.
+        """
+        early = self._under_way.get(key) if keep else self._under_way.pop(key, None)
         return self.stored(key, max_bytes) if early is None else early.result()
 
     def stored(self, key: str, max_bytes: int) -> bytes:
@@ -305,17 +309,18 @@ class RunReader:
         self.ancestors = Ancestors(lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES))
 
     def prefetching(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
-        """Begin to fetch what ``is_current`` and ``reachable_head`` will read first within the block.
+        """Begin to fetch what ``is_there`` and ``reachable_head`` will read first within the block.
 
         Args:
             known: the newest version known. expected: a newer version, if a notice announced one.
         """
-        wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
+        again = self.keyring.checks_signatures
+        wanted = {HEAD_KEY: limits.MAX_HEAD_BYTES, **({RUN_KEY: limits.MAX_JSON_BYTES} if again else {})}
         if known is not None:
             newer = known if expected is None else min(expected, known + MAX_EXPECTED)
             # The last is the version after it, whose absence shows that there is none newer.
-            last = min(newer + 1, limits.MAX_VERSION)
-            wanted.update({version_key(version): self.document_limit for version in range(known, last + 1)})
+            versions = range(known if again else known + 1, min(newer + 1, limits.MAX_VERSION) + 1)
+            wanted.update({version_key(version): self.document_limit for version in versions})
         return self._prefetcher.prefetching(wanted)
 
     def caching_manifests(self) -> AbstractContextManager[None]:
@@ -347,6 +352,16 @@ class RunReader:
                 f"run {self.info.run} is no longer at {self.bucket.url!r}: its {RUN_KEY} is missing; restore it, or "
                 f"check the store ({error.message})"
             ) from error
+
+    def is_there(self) -> bool:
+        """As ``is_current``, for polls. Without trusted keys a HEAD.json of this run will do, which they read too."""
+        if self.keyring.checks_signatures:
+            return self.is_current()
+        with suppress(DataError):
+            data = self._prefetcher.probe(HEAD_KEY, limits.MAX_HEAD_BYTES, keep=True)
+            if Head.from_bytes(data, HEAD_KEY).run == self.info.run:
+                return True
+        return self.is_current()
 
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of one version.
@@ -405,12 +420,14 @@ class RunReader:
             raise error
         return manifest
 
-    def reachable_head(self, known: int | None = None) -> tuple[Manifest, DeltaSyncError | None]:
+    def reachable_head(self, known: Manifest | None = None) -> tuple[Manifest, DeltaSyncError | None]:
         """Return the newest good manifest, and the error of the manifest after it, None if there is none.
 
         Args:
-            known: a version, for callers that read again soon. On a distant store, once a newer one is found, manifests
-                after it that are not under way are left for then: to learn that there is none takes a round trip.
+            known: the newest one as of the last call, for callers that read again soon. Without trusted keys it is not
+                read again while HEAD.json has its digest. On a distant store, once a newer one is found, manifests
+                after it that are not under way are left for the next call: to learn that there is none takes a round
+                trip.
 
         Reads the manifests from HEAD.json on. If HEAD.json or the manifest it names is bad, a listing of the bucket
         gives the newest good manifest before it. A damaged manifest is skipped if a later one names its bytes as its
@@ -428,7 +445,7 @@ class RunReader:
             head = self.pointer
             if head is not None:
                 end = head.version
-            manifest = self._pointed_at(head)
+            manifest = self._pointed_at(head, None if self.keyring.checks_signatures else known)
         except DataError as error:
             sizes = self._manifest_sizes()
             if self.pointer is None and not sizes and isinstance(error, NotFoundError):
@@ -441,7 +458,7 @@ class RunReader:
             return found if found.version < end else before, error
         return self._probe(manifest, known)
 
-    def _probe(self, newest: Manifest, known: int | None) -> tuple[Manifest, DeltaSyncError | None]:
+    def _probe(self, newest: Manifest, known: Manifest | None) -> tuple[Manifest, DeltaSyncError | None]:
         """Return the newest good manifest from ``newest`` on, and the error of the one after it.
 
         ``known``: see ``reachable_head``.
@@ -453,7 +470,7 @@ class RunReader:
         bytes_left = allowed_bytes = MAX_BAD_DOCUMENTS * self.document_limit
         while skipped < MAX_BAD_IN_A_ROW:
             version += 1
-            is_newer = known is not None and newest.version > known and bad is None
+            is_newer = known is not None and newest.version > known.version and bad is None
             if is_newer and self.is_remote and not self._prefetcher.is_under_way(version_key(version)):
                 return newest, None
             try:
@@ -486,7 +503,9 @@ class RunReader:
         self.keyring.check(head, HEAD_KEY)
         return head
 
-    def _pointed_at(self, head: Head | None) -> Manifest:
+    def _pointed_at(self, head: Head | None, known: Manifest | None) -> Manifest:
+        if known is not None and head is not None and (head.version, head.manifest) == (known.version, known.digest):
+            return known
         manifest = self.manifest(0 if head is None else head.version)
         if head is not None and manifest.digest != head.manifest:
             raise ChainError(

@@ -89,7 +89,7 @@ class History:
 
     def is_replaced(self) -> bool:
         """Return whether the run at the URL is not the one known. Raises DeltaSyncError if it cannot be read."""
-        return self._run is None or not self._run.is_current()
+        return self._run is None or not self._run.is_there()
 
     def open(self) -> Run:
         """Open the run that is at the URL now. Errors as ``open_run``, ``TrustedHead.reload_last_seen`` and
@@ -127,7 +127,7 @@ class History:
                 ``Run.reachable_head``.
         """
         try:
-            head, stopped_by = self.run.reachable_head(None if self.head is None else self.head.version)
+            head, stopped_by = self.run.reachable_head(self.head)
         except NotFoundError as error:
             self.trusted_head.check_run(self.run)
             raise self.trusted_head.empty_run_error(error) from error
@@ -193,7 +193,7 @@ class History:
         # Of run.json, absence too: then nothing is known of the manifest.
         unreadable: tuple[type[DeltaSyncError], ...] = (StoreError, NotFoundError)
         try:
-            if self.is_replaced():
+            if not self.run.is_current():
                 return False, f"another run lies at {self._url!r} now"
             unreadable = (StoreError,)
             there = self.run.manifest(served.version)
