@@ -22,10 +22,10 @@ def verify(options: argparse.Namespace) -> Report:
     """Read and check all of a run: history, signatures, digests, the model's files, contents of objects, anchors,
     merged deltas, and the fingerprint of every version against the rebuilt weights.
 
-    Stops at the first problem, and names version, object and tensor; --all lists all problems. With trusted keys, each
-    document must have a valid signature; without them, signatures are not checked. An expired HEAD.json is noted: it
-    means that the publisher has ended, or that an attacker hides newer versions. `delta-sync repair` repairs what it
-    can.
+    Stops at the first problem, and names the version and the object or document, or the tensor if weights are not as
+    declared; --all lists all problems. With trusted keys, each document must have a valid signature; without them,
+    signatures are not checked. An expired HEAD.json is noted: it means that the publisher has ended, or that an
+    attacker hides newer versions. `delta-sync repair` repairs what it can.
 
     examples:
       delta-sync verify --bucket /data/runs/a
