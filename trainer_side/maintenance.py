@@ -53,6 +53,7 @@ class BackgroundMaintenance:
         self._base = base
         self._options = options
         self._queue: SimpleQueue[Manifest | int | None] = SimpleQueue()
+        self._closing = False
         self._ended = threading.Event()
         self._unmade: list[int] = []  # milestones whose anchor is asked for and not begun, or was stopped
         # Only a process that publishes alone has all changes; of the others, ``delta-sync compact`` merges.
@@ -79,11 +80,13 @@ class BackgroundMaintenance:
 
     def close(self) -> None:
         """Stop the running task, and end the threads. May be called twice."""
-        self._ended.set()
+        self._closing = True
         self._queue.put(None)
         for thread in self._threads:
             if thread.ident is not None:  # it was started
                 thread.join()
+            # HEAD is renewed until the first thread has ended: what that has under way may take longer than HEAD lives.
+            self._ended.set()
         unmade, self._unmade = self._unmade + self._next(0)[1], []
         for version in unmade:
             # Asked for, and nothing else says so: at the end of a training no later version follows.
@@ -95,7 +98,7 @@ class BackgroundMaintenance:
             )
 
     def _stop(self) -> bool:
-        return self._ended.is_set() or not threading.main_thread().is_alive()
+        return self._closing or not threading.main_thread().is_alive()
 
     def _renew_head(self, writer: RunWriter) -> None:
         seconds = writer.renew_head()

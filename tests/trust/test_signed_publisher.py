@@ -307,6 +307,30 @@ def test_close_leaves_a_head_that_holds_for_all_its_time(folder: Path, keys: Key
     assert (after.expires_at or "") > (before.expires_at or "")
 
 
+def test_head_is_renewed_until_upkeep_has_ended(folder: Path, keys: Keys, trainer: Trainer) -> None:
+    """``close`` waits for what is under way there, and a large object may take longer than HEAD lives."""
+    bucket = Heads(folder)
+    begun, closing = threading.Event(), threading.Event()
+    renewed: list[bool] = []
+
+    def hold(key: str) -> None:
+        if begun.is_set():
+            return
+        begun.set()
+        assert closing.wait(120)
+        with bucket.changed:
+            wanted = len(bucket.renewals()) + 3
+            renewed.append(bucket.changed.wait_for(lambda: len(bucket.renewals()) >= wanted, 20))
+
+    bucket.upkeep = hold
+    with Publisher(trainer.live, bucket, signing_key=keys.private("a"), head_seconds=1, anchor_every=1) as publisher:
+        publish(publisher, trainer)
+        assert begun.wait(120)
+        closing.set()
+    assert renewed == [True]
+    assert not started(HEAD_THREAD_NAME)
+
+
 def test_renewal_that_fails_is_tried_again(folder: Path, keys: Keys, trainer: Trainer, caplog: Any) -> None:
     bucket = Heads(folder)
     fail = FailAt(HEAD_KEY)
