@@ -169,8 +169,8 @@ class Settings(StoreOptions):
     object is downloaded once per node. Default: `vllm-delta-sync` in $XDG_CACHE_HOME or ~/.cache; none for a bucket
     in a directory, which each rank reads itself."""
     cache_bytes: Annotated[int, Field(ge=0)] = 8 * 1024**3
-    """Largest size of `cache_dir` in bytes; beyond it the least recently used objects are removed, and a larger
-    object is not cached. 0: no cache."""
+    """Largest size of `cache_dir` in bytes; beyond it, or beyond 2,048 objects, the least recently used ones are
+    removed, and a larger object is not cached. 0: no cache."""
     receiver_id: Annotated[str | None, Field(pattern=rf"^{RECEIVER_ID.pattern}$")] = None
     """Name of this server, unique in the run. Under it the server writes heartbeats to the bucket: what it serves
     and may roll back to, for `delta-sync fleet list`, for waiting for a version, and for retention. Without it

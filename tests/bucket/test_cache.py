@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.running import small_disk
 from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
-from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.cache import ObjectCache, folder
 from vllm_delta_sync.errors import NotFoundError, StoreError
 from vllm_delta_sync.settings import load_settings
 
@@ -161,6 +161,17 @@ def test_the_limit_holds_and_the_order_is_that_of_use(limit: int, sizes: list[in
                     held.pop(0)
                 held.append(source)
             assert names(Path(directory)) == {each.ref.sha256 for each in held} | {"not-ours.txt"}
+
+
+def test_objects_are_few_however_small_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each download looks at all files: of weeks of small versions, that took longer than the rest of an update."""
+    monkeypatch.setattr(folder, "MOST_OBJECTS", 3)
+    cache = ObjectCache(tmp_path, MANY)
+    a, b, c, d, e = (Source(letter) for letter in (b"a", b"b", b"c", b"d", b"e"))
+    assert not any(source.got_from(cache) for source in (a, b, c))
+    assert a.got_from(cache)
+    assert not any(source.got_from(cache) for source in (d, e))
+    assert names(tmp_path) == {source.ref.sha256 for source in (a, d, e)}
 
 
 def test_a_cache_of_no_size_makes_no_directory(tmp_path: Path) -> None:

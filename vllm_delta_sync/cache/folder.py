@@ -22,6 +22,8 @@ from vllm_delta_sync.durable_files import lock_file, make_own_folder
 
 STALE_SECONDS = 24 * 3600.0
 """An unfinished download of this age is removed."""
+MOST_OBJECTS = 2048
+"""Each download looks at all files, so a cache of many small objects would make every later version slower."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CONTINUE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -112,7 +114,7 @@ class CacheFolder:
                 if error.errno not in _FULL:
                     raise
                 # Full below the limit. Without eviction, a full cache would never change again.
-                self._evict(digest, size)
+                self._evict(list(self._others(digest)), size)
                 _allocate(part, size)
                 disk_full = error
         except OSError:
@@ -147,18 +149,21 @@ class CacheFolder:
     # Room
 
     def make_room(self, digest: str, size: int) -> None:
-        """Evict least recently used objects until the others and ``size`` bytes of this one fit into the limit."""
-        self._evict(digest, sum(entry.bytes for entry in self._others(digest)) + size - self.limit_bytes)
+        """Evict least recently used objects until the others and this one, of ``size`` bytes, fit into the limits."""
+        others = list(self._others(digest))
+        bytes_above = sum(entry.bytes for entry in others) + size - self.limit_bytes
+        self._evict(others, bytes_above, len(others) + 1 - MOST_OBJECTS)
 
-    def _evict(self, digest: str, excess: int) -> None:
-        for entry in sorted(self._others(digest), key=lambda entry: entry.used_ns):
-            if excess <= 0:
+    def _evict(self, entries: list[_CacheEntry], excess: int, surplus: int = 0) -> None:
+        """Evict ``excess`` bytes or more, and ``surplus`` objects or more."""
+        for entry in sorted(entries, key=lambda entry: entry.used_ns):
+            if excess <= 0 and surplus <= 0:
                 return
             if entry.complete:
                 self.object_path(entry.digest).unlink(missing_ok=True)
             elif not self._sweep(entry.digest):
                 continue  # it is being downloaded
-            excess -= entry.bytes
+            excess, surplus = excess - entry.bytes, surplus - 1
 
     def _sweep(self, digest: str) -> bool:
         """Remove an unfinished download and its lock file; return False if a process is downloading it."""
@@ -171,15 +176,16 @@ class CacheFolder:
     def _others(self, digest: str) -> Iterator[_CacheEntry]:
         """Yield all entries except this object's; removes downloads that cannot or will not be resumed."""
         found: dict[str, dict[str, os.stat_result]] = {}
-        for name in os.listdir(self.path):
-            match = _NAME.fullmatch(name)
-            if match is None or match[1] == digest:
-                continue
-            try:
-                info = os.stat(self.path / name, follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # removed by another process meanwhile
-            found.setdefault(match[1], {})[match[2] or ""] = info
+        with os.scandir(self.path) as files_there:
+            for file in files_there:
+                match = _NAME.fullmatch(file.name)
+                if match is None or match[1] == digest:
+                    continue
+                try:
+                    info = file.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # removed by another process meanwhile
+                found.setdefault(match[1], {})[match[2] or ""] = info
         for other, files in found.items():
             complete, part = files.pop("", None), files.get(".part")
             if complete is not None and stat.S_ISREG(complete.st_mode):

@@ -48,7 +48,7 @@ _Read = TypeVar("_Read")
 
 
 class ObjectCache:
-    """Objects as files in ``directory``; beyond ``limit_bytes`` the least recently used ones are evicted.
+    """Objects as files in ``directory``; beyond ``limit_bytes`` or ``MOST_OBJECTS`` the least recently used go.
 
     The directory is created with mode 700 when first needed; another user's directory is not used. The limit covers
     objects and unfinished downloads; a running download is never evicted. Large objects are downloaded by ranges.
