@@ -184,7 +184,9 @@ class ReadPlanner:
         # Keys of documents whose edges have their real cost; and why others are absent, for messages.
         self._settled: set[str] = set()
         self._absent: dict[str, str | DataError] = {}
+        # The newest manifest, which names all breaks; and the versions whose deltas the graph has, unless absent.
         self._top: Manifest | None = None
+        self._covered = range(0)
         # Prefixes of the versions with which the merged deltas that were listed begin.
         self._listed: set[str] = set()
         self._gone: list[list[int]] = []
@@ -209,7 +211,7 @@ class ReadPlanner:
         """
         if (steps := self._single_step(start, target)) is not None:
             return steps
-        self._cover(max(start, target))
+        self._cover(max(start, target), start if start < target else ROOT)
         self._list(start, target)
         moves = self._usable((start, target), lambda: self._graph.way(start, target))
         if moves is None:
@@ -292,27 +294,35 @@ class ReadPlanner:
         self._cover(target.version)
         self._list(ROOT, target.version)
 
-    def _cover(self, version: int) -> None:
-        """Put the versions up to one, and how each is reached from the one that it builds on, into the graph."""
-        if self._top is not None and version <= self._top.version:
-            return
-        first = 0 if self._top is None else self._top.version + 1
+    def _cover(self, version: int, start: int = ROOT) -> None:
+        """Put the versions up to one, and how each is reached from the one that it builds on, into the graph.
+
+        Args:
+            start: put only those after it, if each builds on the one before: ways up from it do not lead below it. Of a
+                long run these are few.
+        """
         if version > MAX_PLANNED_VERSIONS:
             raise LimitError(
                 f"version {version} builds on up to {version} others, more than MAX_PLANNED_VERSIONS = "
                 f"{MAX_PLANNED_VERSIONS}; if no publisher wrote so many, that manifest is forged"
             )
-        self._top = self.manifest(version)
+        if self._top is None or version > self._top.version:
+            self._top = self.manifest(version)
         breaks = {item.version: item.base_version for item in self._top.breaks}
-        for number in range(first, version + 1):
-            base = breaks.get(number, number - 1 if number else None)
-            key = version_key(number)
-            if key not in self._absent:
-                self._graph.put(Edge(key, ROOT, number) if base is None else _unread(key, base, number))
-        self._drop_collected(first)
+        if any(start < number <= version for number in breaks):
+            start = ROOT
+        covered = self._covered or range(start + 1, start + 1)
+        self._covered = range(min(start + 1, covered.start), max(version + 1, covered.stop))
+        for added in (range(self._covered.start, covered.start), range(covered.stop, self._covered.stop)):
+            for number in added:
+                base = breaks.get(number, number - 1 if number else None)
+                key = version_key(number)
+                if key not in self._absent:
+                    self._graph.put(Edge(key, ROOT, number) if base is None else _unread(key, base, number))
+            self._drop_collected(added)
 
     def _widen(self) -> bool:
-        """Put all merged deltas and newer versions into the graph, since one may lead back.
+        """Put all merged deltas, and older and newer versions, into the graph, since one may lead back.
 
         Returns:
             whether that was not done before.
@@ -322,8 +332,10 @@ class ReadPlanner:
         self._is_wide = True
         self._listed.add("")
         self._put_merged("")
-        covered = -1 if self._top is None else self._top.version
-        newer = [version for version in self._run.versions() if version > covered]
+        newest = -1 if self._top is None else self._top.version
+        if newest >= 0:
+            self._cover(newest)
+        newer = [version for version in self._run.versions() if version > newest]
         for version in reversed(newer[-MAX_BAD_IN_A_ROW:]):
             with suppress(DataError):
                 self._cover(version)
@@ -364,13 +376,12 @@ class ReadPlanner:
     def _read_retention(self) -> None:
         record = self._run.retention()
         self._gone = [] if record is None else record.gone
-        self._drop_collected(0)
+        self._drop_collected(self._covered)
 
-    def _drop_collected(self, start: int) -> None:
+    def _drop_collected(self, covered: range) -> None:
         # Only what the graph covers: the record is not signed, and may name ten billion versions.
-        covered = -1 if self._top is None else self._top.version
         for first, last in self._gone:
-            for version in range(max(first, start), min(last, covered) + 1):
+            for version in range(max(first, covered.start), min(last + 1, covered.stop)):
                 self._drop(version_key(version), "is no longer kept")
 
     def _drop(self, key: str, why: str | DataError) -> None:
