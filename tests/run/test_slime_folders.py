@@ -99,6 +99,22 @@ def test_weights_stay_between_versions(chain: Chain, out: Path) -> None:
     assert rebuilt(out, 4) == expected(chain.table, chain.bits[4])
 
 
+def test_each_folder_is_looked_at_once(chain: Chain, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are hundreds of deltas after a whole checkpoint: reading all their indexes took seconds of each version."""
+    read, original = list[Path](), slime_folder._delta_bytes
+
+    def delta_bytes(folder: Path) -> int:
+        read.append(folder)
+        return original(folder)
+
+    monkeypatch.setattr(slime_folder, "_delta_bytes", delta_bytes)
+    for update in follow(chain.url, out, format="slime", poll_seconds=0.01):
+        if update.version == 5:
+            break
+        chain.grow()
+    assert sorted(read) == [folder_of(out, version) for version in range(5)]
+
+
 def test_many_changes_in_files_that_readers_can_hold(chain: Chain, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slime_folder, "FILE_BYTES", 1)
     once(chain, out)

@@ -53,6 +53,8 @@ class SlimeFolder(FollowedFolder):
         super().__init__(path, base, shard_bytes, keep, progress)
         self._whole = whole
         self._held: tuple[str, ModelState] | None = None  # digest of a manifest, and the weights of its version
+        # Bytes of each folder that is a delta, 0 of a whole checkpoint: there may be thousands, which do not change.
+        self._delta_bytes: dict[Path, int] = {}
 
     @property
     def _restart(self) -> str:
@@ -91,6 +93,11 @@ class SlimeFolder(FollowedFolder):
 
     # What is there
 
+    def _remove(self, folders: list[Path]) -> None:
+        super()._remove(folders)
+        for folder in folders:
+            self._delta_bytes.pop(folder, None)
+
     def _folders(self) -> list[tuple[int, Path]]:
         """Return number and path of each version, the oldest first. A folder that has lost its index is none."""
         found = [(int(match[1]), path) for path in self.path.iterdir() if (match := FOLDER.fullmatch(path.name))]
@@ -104,7 +111,10 @@ class SlimeFolder(FollowedFolder):
 
     def _newest_whole(self, folders: list[tuple[int, Path]]) -> int:
         """Return the place of the newest whole checkpoint in a list of ``_folders``; 0 if there is none."""
-        return max((place for place, (_, folder) in enumerate(folders) if not _is_delta(folder)), default=0)
+        for _, folder in folders:
+            if folder not in self._delta_bytes:
+                self._delta_bytes[folder] = _delta_bytes(folder)
+        return max((place for place, (_, folder) in enumerate(folders) if not self._delta_bytes[folder]), default=0)
 
     def _remove_old(self) -> None:
         """Remove what is not needed to rebuild the newest ``keep`` versions."""
@@ -156,7 +166,7 @@ class SlimeFolder(FollowedFolder):
         read_bytes += step.payload_bytes
         size = weights.finish(step.start, step.end)
         folders = self._folders()
-        since = sum(_size(folder) for _, folder in folders[self._newest_whole(folders) :] if _is_delta(folder))
+        since = sum(self._delta_bytes[folder] for _, folder in folders[self._newest_whole(folders) :])
         if since + size > run.table.full_bytes:
             return read_bytes + self._write_whole(run, manifest, (state, 0))
         self._publish(new, manifest, state)
@@ -260,8 +270,9 @@ def _part(number: int) -> str:
     return f"part-{number}"
 
 
-def _is_delta(folder: Path) -> bool:
-    return SlimeIndex.from_bytes((folder / INDEX_NAME).read_bytes(), INDEX_NAME) is not None
+def _delta_bytes(folder: Path) -> int:
+    index = SlimeIndex.from_bytes((folder / INDEX_NAME).read_bytes(), INDEX_NAME)
+    return 0 if index is None else _size(folder)
 
 
 def _size(folder: Path) -> int:
