@@ -32,9 +32,9 @@ STATUS_FIELDS = {
     "ranks": "one entry per rank, once the weights have been scanned",
     "ranks[].rank": "its number",
     "ranks[].tensors": "number of tensors of the run",
-    "ranks[].unloaded": "names of the run's tensors that the model does not load: a tied head, a vision tower",
+    "ranks[].unloaded": "the first 64 names of the run's tensors that no rank loads: a tied head, a vision tower",
     "ranks[].derived": (
-        "names of those that the model reads only through derived tensors, see [routes](design/routes.md)"
+        "the first 64 names of those that it reads only through derived tensors, see [routes](design/routes.md)"
     ),
     "ranks[].ms": "milliseconds: `trace` (finding the routes) and `scan` (hashing all weights)",
     "role": "of this API server: `leader`, which runs the receiver, or `follower`, which shows the leader's status",

@@ -1,5 +1,6 @@
 """A receiver follows a real run on plain modules, refuses bad versions, and keeps weights whole: one rank and more."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 
 from tests.support.forge import BAD_VERSIONS, BadVersion
 from tests.support.hooks import failing, hooked
-from tests.support.modules import FusedModel, ModulePort, save_base
+from tests.support.modules import SHAPES, FusedModel, ModulePort, save_base
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync.engine.commit import transaction
+from vllm_delta_sync.engine.follow import identify
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import (
     EngineError,
@@ -125,6 +127,36 @@ def test_what_a_loader_leaves_out_is_listed(tmp_path: Path) -> None:
     assert world.receiver.status()["ranks"][0]["unloaded"] == ["head.weight"]
     world.train_and_follow(1)
     assert world.receiver.verify()["verdict"]
+
+
+class Stage(torch.nn.Module):
+    """What a rank has of a model that is spread over ranks by tensors: stages of layers, or experts."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterList(torch.zeros(SHAPES[name], dtype=torch.bfloat16) for name in names)
+        self.held.requires_grad_(False)
+        self.names = names
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in self.names:
+                self.held[self.names.index(name)].data.copy_(tensor)
+
+
+def test_what_other_ranks_load_is_not_listed_and_a_list_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with 50,000 experts, the status of 16 ranks had 40 MB, and API servers could not send it."""
+    monkeypatch.setattr(identify, "SHOWN_TENSORS", 1)
+    world = World(tmp_path)
+    stages = [Stage("q.weight", "k.weight"), Stage("v.weight", "out.weight")]
+    for stage in stages:
+        stage.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    world.use(ModulePort(*stages))
+    world.receiver.advance()
+    assert world.receiver.served_version == 0
+    assert [rank["unloaded"] for rank in world.receiver.status()["ranks"]] == [["embedding.weight"]] * 2
 
 
 # Weights that are changed from outside

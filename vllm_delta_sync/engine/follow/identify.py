@@ -31,6 +31,9 @@ from vllm_delta_sync.settings import Settings
 REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
 """Errors that no later poll resolves before a version is served; another run or another server does."""
 
+SHOWN_TENSORS = 64
+"""Names of one kind in the status, which is sent at each change: a quantized model may compute from 100,000 tensors."""
+
 
 class WeightIdentifier:
     """Compares hashes of the weights with the bucket's fingerprints. What ranks claim to hold is only a hint.
@@ -120,23 +123,24 @@ class WeightIdentifier:
         except REFUSALS as error:
             self._refuse(error)
             raise
+        # What a rank does not load, another one may.
+        unloaded = sorted(set.intersection(*(set(answer.unloaded) for answer in held.answers)))
         self._board.set(
             undo=[],
             ranks=[
                 {
                     "rank": rank,
                     "tensors": len(held.fingerprints),
-                    "unloaded": answer.unloaded,
-                    "derived": answer.derived,
+                    "unloaded": unloaded[:SHOWN_TENSORS],
+                    "derived": answer.derived[:SHOWN_TENSORS],
                     "ms": answer.ms,
                 }
                 for rank, answer in enumerate(held.answers)
             ],
         )
-        ownership = self._ranks.ownership
-        unloaded = [spec.name for i, spec in enumerate(table) if ownership and not ownership.is_loaded(i)]
         if unloaded:
-            logger.info("tensors that this model does not load: %s", ", ".join(unloaded))
+            shown = ", ".join(unloaded[:SHOWN_TENSORS])
+            logger.info("this model does not load %d tensors, first %s", len(unloaded), shown)
         derived = {name for answer in held.answers for name in answer.derived}
         if derived:
             logger.info(
