@@ -26,7 +26,6 @@ MOST_OBJECTS = 2048
 """Each download looks at all files, so a cache of many small objects would make every later version slower."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_CONTINUE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NAME = re.compile(r"([0-9a-f]{64})(\.lock|\.part|\.pieces)?")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -106,7 +105,9 @@ class CacheFolder:
         if not resumed:
             self.discard(digest)
         self.make_room(digest, size)
-        part, disk_full = os.open(self.part_path(digest), _CONTINUE if resumed else _CREATE, 0o600), None
+        if resumed:
+            return None  # all of it was allocated before
+        part, disk_full = os.open(self.part_path(digest), _CREATE, 0o600), None
         try:
             try:
                 _allocate(part, size)
