@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.answers import Answer, answering
 from tests.support.compose import FOLDER, documents, services
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.admin_token import AdminToken
@@ -28,6 +29,7 @@ TEXTS = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suf
 SERVERS = [path for path in DOCKERFILES if path.name.startswith("server")]
 PLACEHOLDER = "FILL-IN"
 UNPRIVILEGED = 2000
+DEAD = "http://127.0.0.1:9"
 INSTRUCTIONS = {"ARG", "FROM", "USER", "WORKDIR", "COPY", "RUN", "ENV", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
 # Private keys, and the keys of AWS, Hugging Face, GitHub and OpenAI.
 SECRETS = re.compile(
@@ -101,9 +103,19 @@ def test_images_run_as_no_root_and_keep_nothing_of_pip(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SERVERS, ids=names(SERVERS))
 def test_servers_are_healthy_when_ready(path: Path) -> None:
+    """Also where variables name a proxy, as for a bucket that is reached through one."""
     found = dict(instructions(path))
     assert json.loads(found["ENTRYPOINT"]) == ["delta-sync", "serve"]
-    assert "http://127.0.0.1:8000/delta_sync/ready" in found["HEALTHCHECK"]
+    _, _, command = found["HEALTHCHECK"].partition("CMD ")
+    with answering() as server:
+        words = [word.replace("http://127.0.0.1:8000", server.url) for word in json.loads(command)]
+        for status in (200, 503):
+            server.reply = lambda asked, status=status: Answer(status)  # type: ignore[misc]
+            done = subprocess.run(
+                words, env={"PATH": os.environ["PATH"], "http_proxy": DEAD}, capture_output=True, timeout=60
+            )
+            assert (done.returncode == 0) == (status == 200), done.stderr
+        assert {asked.path for asked in server.asked} == {"/delta_sync/ready"}
 
 
 def test_bases_are_pinned_and_supported() -> None:
