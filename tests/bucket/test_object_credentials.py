@@ -1,10 +1,14 @@
 """Where credentials for object stores come from, when they are renewed, and what happens without them."""
 
+import errno
 import json
+import os
+import pwd
 import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -51,6 +55,28 @@ def contained(answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "token").write_text("of-the-container")
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{answers.url}/role")
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+
+
+@pytest.mark.usefixtures("contained")
+@pytest.mark.parametrize("home", ["none", "of another user"])
+def test_role_needs_no_home(home: str, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user that its image does not know."""
+
+    def unknown(user: int) -> NoReturn:
+        raise KeyError(f"uid not found: {user}")
+
+    def not_entered(path: object, **options: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    Role(answers, seconds=3600)
+    with monkeypatch.context() as there:
+        if home == "none":
+            there.delenv("HOME")
+            there.setattr(pwd, "getpwuid", unknown)
+        else:
+            there.setattr(os, "stat", not_entered)
+        bucket = opened("s3://bucket/run", answers.url)
+    assert bucket.get("key") == b"what is there"
 
 
 @pytest.mark.usefixtures("contained")

@@ -302,9 +302,9 @@ def _profile_credentials(profile: str | None) -> Callable[[], Any] | None:
 
 
 def _has_profiles(environment: Mapping[str, str]) -> bool:
-    home = Path(environment.get("HOME") or "~").expanduser()
-    places = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
-    return any(Path(environment.get(name) or home / ".aws" / file).is_file() for name, file in places)
+    places = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
+    # Unlike those of ``Path``, these raise nothing for a user without a home, or with one that it may not enter.
+    return any(os.path.isfile(os.path.expanduser(environment.get(name) or default)) for name, default in places)
 
 
 def _none_found() -> Any:
