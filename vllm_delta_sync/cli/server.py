@@ -9,7 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlencode
 
-from vllm_delta_sync import admin_token, server_client
+from vllm_delta_sync import admin_token
 from vllm_delta_sync.cli.arguments import RUN, VERSION, interval, opened, version
 from vllm_delta_sync.cli.command import Command, Option, Report, option
 from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_error, print_fields, size, writing
@@ -26,6 +26,8 @@ from vllm_delta_sync.server_client import (
 )
 
 DEFAULT_SERVER = "http://localhost:8000"
+WAIT_SECONDS = 20.0
+"""Longest request of ``wait``: proxies and firewalls drop what is silent for long, from half a minute on."""
 RECENT = 5
 """Most updates that ``status`` lists."""
 SERVED = "served"
@@ -112,7 +114,7 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
         deadline = time.monotonic() + options.timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            seconds = min(left, server_client.LONGEST_WAIT_SECONDS)
+            seconds = min(left, WAIT_SECONDS)
             query = urlencode({"version": options.version, "timeout": seconds})
             reply = call_plugin(url, f"wait?{query}", token=token, seconds=seconds + REQUEST_SECONDS)
             if reply.status != 408 or seconds == left:
