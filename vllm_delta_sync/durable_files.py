@@ -31,7 +31,7 @@ class StateFile:
     Args:
         max_bytes: a longer file is not read.
         lock: the file to lock; by default ``path`` with ``.lock`` appended.
-        check_owner: whether to refuse a file that other users own or may write.
+        check_owner: whether to refuse a file that another user owns or every user may write.
 
     Attributes:
         path: the file.
@@ -59,7 +59,8 @@ class StateFile:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            if self._check_owner and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            # Its group may write it: Kubernetes gives a volume's files to the group of the pod (fsGroup) at each start.
+            if self._check_owner and (found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH):
                 raise PermissionError(errno.EPERM, "other users may have written it")
             data = file.read(self._max_bytes + 1)
         if len(data) > self._max_bytes:

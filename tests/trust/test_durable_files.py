@@ -98,7 +98,7 @@ def test_only_a_regular_file_is_read(tmp_path: Path, kind: str, check_owner: boo
     assert not isinstance(caught.value, FileNotFoundError)
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666, None])
+@pytest.mark.parametrize("mode", [0o602, 0o666, None])
 def test_a_file_that_others_may_write_or_own_is_refused(
     file: StateFile, mode: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +110,16 @@ def test_a_file_that_others_may_write_or_own_is_refused(
     with pytest.raises(PermissionError, match="other users"):
         file.read()
     assert StateFile(file.path, 100, check_owner=False).read() == b"old"
+
+
+def test_file_in_a_volume_that_kubernetes_gave_to_the_pods_group_is_read(file: StateFile) -> None:
+    """With fsGroup it adds these modes to all that is in the volume, at each start of a pod."""
+    for path in (file.path.parent, *file.path.parent.iterdir()):
+        path.chmod(path.stat().st_mode | (0o2770 if path.is_dir() else 0o660))
+    assert file.read() == b"old"
+    with file.locked():
+        file.write(b"new")
+    assert (file.acquire(), file.read()) == (True, b"new")
 
 
 def test_what_is_too_long_is_refused(file: StateFile) -> None:
