@@ -273,6 +273,13 @@ def test_a_pod_is_ready_when_its_server_is() -> None:
     assert "command" not in server
 
 
+def test_pods_that_nodes_lose_do_not_use_up_the_tries_of_the_trainer() -> None:
+    (job,) = (document["spec"] for path in MANIFESTS for document in documents(path) if document["kind"] == "Job")
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert job["template"]["spec"]["restartPolicy"] == "Never", "what such a policy requires"
+
+
 def test_environment_of_a_pod_is_read() -> None:
     """What Kubernetes would set, as a server reads it."""
     (config,) = documents(FOLDER / "kubernetes/config.yaml")
