@@ -119,6 +119,9 @@ def lock_file(path: Path) -> int | None:
 
     Returns:
         None if another process has locked the file, or has just removed it.
+
+    Raises:
+        OSError: the file cannot be made or locked; the text says so where no file can be locked.
     """
     with ExitStack() as failing:
         lock = os.open(path, _LOCK | os.O_NONBLOCK, 0o600)
@@ -129,6 +132,11 @@ def lock_file(path: Path) -> int | None:
             held = os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False))
         except (BlockingIOError, FileNotFoundError):
             return None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            no_locks = "no file can be locked there, as on Lustre that is mounted without the option flock"
+            raise OSError(error.errno, no_locks) from error
         if held:
             failing.pop_all()
         return lock if held else None

@@ -1,5 +1,6 @@
 """Export: any version as an ordinary checkpoint folder, every tensor as the trainer held it."""
 
+import errno
 import fcntl
 import io
 import json
@@ -11,7 +12,7 @@ import sys
 import termios
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -295,6 +296,20 @@ def test_a_foreign_folder_is_refused_and_stays_as_it_is(chain: Chain, tmp_path: 
     assert file.read_bytes() == b"mine"
     with pytest.raises(StoreError, match="cannot be written"):
         export(open_run(chain.url), "/proc/never/out")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_file_system_without_locks_is_named(chain: Chain, tmp_path: Path, number: int) -> None:
+    """As Lustre that is mounted without the option flock."""
+
+    def refuse(file: int, operation: int) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(StoreError, match=r"no file can be locked there.* option flock"):
+            export(open_run(chain.url), tmp_path / "out")
+    exported(chain, tmp_path / "out")
 
 
 def test_the_runs_own_base_is_not_replaced(tmp_path: Path) -> None:
