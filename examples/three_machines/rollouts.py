@@ -94,7 +94,7 @@ def serving(options: argparse.Namespace, url: str) -> Iterator[None]:
 def answers(url: str) -> bool:
     """Whether a server answers there."""
     try:
-        return httpx.get(f"{url}/delta_sync/status").is_success
+        return httpx.get(f"{url}/delta_sync/status", trust_env=False).is_success
     except httpx.HTTPError:
         return False
 
@@ -102,7 +102,7 @@ def answers(url: str) -> bool:
 def follow(url: str) -> None:
     """Report each version once the server serves it, endlessly; on a connection of its own."""
     last = -1
-    with httpx.Client(base_url=url, timeout=30.0) as server:
+    with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as server:
         while True:
             try:
                 status = server.get("/delta_sync/status").raise_for_status().json()
@@ -131,8 +131,8 @@ class Worker:
 
     def __init__(self, options: argparse.Namespace, url: str, bucket: Bucket) -> None:
         self._options, self._bucket = options, bucket
-        self._server = httpx.Client(base_url=url, timeout=120.0)
-        self._environment = httpx.Client(base_url=options.environment, timeout=15.0)
+        self._server = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
+        self._environment = httpx.Client(base_url=options.environment, timeout=15.0, trust_env=False)
         self._version: int | None = None
         self._played = 0  # batches since the server began to serve that version
         listed = [item.key for item in bucket.list(f"trajectories/{options.worker}/")]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import shutil
 import signal
@@ -342,7 +343,10 @@ class World:
         settings |= {"worker": "w1", "groups": 3, "plays": 4, "versions": 9, **options}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, str(FOLDER / "rollouts.py"), *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # A proxy for the world outside, which nothing here is asked through.
+        around = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+        around["http_proxy"] = "http://127.0.0.1:9"
+        return subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def batches(self) -> list[trainer.Batch]:
         with open_bucket(self.games) as bucket:
