@@ -207,6 +207,9 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.
     before = names(directory)
     expect_without(caplog, ObjectCache(directory, MANY), "belongs to user")
     assert names(directory) == before
+    assert "such as a new one below it" in caplog.text, "as in a volume, whose own folder belongs to root"
+    assert not Source(b"three").got_from(ObjectCache(directory / "new", MANY))
+    assert len(names(directory / "new")) == 1
 
 
 def test_a_directory_that_vanishes_during_the_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

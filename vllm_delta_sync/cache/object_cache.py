@@ -39,7 +39,7 @@ _REMEDIES = {
     errno.EDQUOT: "free some space there, raise the quota or lower cache_bytes",
     errno.EFBIG: "raise the file size limit (ulimit -f)",
     errno.EACCES: "set cache_dir to a directory of this user",
-    errno.EPERM: "set cache_dir to a directory of this user",
+    errno.EPERM: "set cache_dir to a directory of this user, such as a new one below it",
     errno.EEXIST: "set cache_dir to a directory",
     errno.ENOTDIR: "set cache_dir to a directory",
     errno.EROFS: "set cache_dir to a writable directory",
