@@ -127,10 +127,10 @@ def local_path(url: str) -> Path:
                 f"bucket URL {url!r} is a path that begins like {misspelled[1].lower()}://; write "
                 f"{misspelled[1].lower()}://…, or ./{url} for a folder of that name"
             )
-        if url.startswith("~"):
+        if url[0] in "~$'\" ":
             raise UsageError(
-                f"bucket URL {url!r} begins with ~, which only a shell replaces, and not within quotes; write the "
-                f"whole path, or ./{url} for a folder of that name"
+                f"bucket URL {url!r} begins with {url[0]!r}, which only a shell replaces or removes, not within quotes "
+                f"and not in Docker's env file; write the whole path or URL, or ./{url} for a folder of that name"
             )
         return Path(url)
     try:

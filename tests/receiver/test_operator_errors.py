@@ -84,6 +84,12 @@ def at_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("s4://bucket/run", "unknown scheme 's4'; supported: a path, file:///"),
         ("s3:/bucket/run", "is a path that begins like s3://; write s3://"),
         ("S3//bucket/run", "is a path that begins like s3://"),
+        # As from `docker run --env-file`, which keeps quotes, and from a manifest, in which nothing is replaced.
+        ('"s3://bucket/run"', "begins with '\"', which only a shell replaces or removes"),
+        ("'/data/run'", "for a folder of that name"),
+        ("$BUCKET/run", "begins with '$'"),
+        ("~/run", "begins with '~'"),
+        (" /data/run", "begins with ' '"),
         ("s3://", "names no bucket: write s3://bucket/run"),
         ("file://run", "no absolute path"),
         ("s3://me:secret@bucket/run", "has a user"),
@@ -94,7 +100,7 @@ def test_url_that_can_be_none_is_refused_before_anything_starts(url: str, words:
         load_settings({"bucket": url}, {})
     assert words in caught.value.message
     assert "secret" not in caught.value.message
-    for good in ("./s3:/run", "runs/one", "/a:b/run", "my-s3:run"):
+    for good in ("./s3:/run", "./~/run", "runs/one", "/a:b/run", "my-s3:run"):
         assert load_settings({"bucket": good}, {}).bucket == good
 
 
