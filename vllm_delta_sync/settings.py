@@ -31,7 +31,15 @@ NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABL
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$"
-HomePath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+
+
+def _as_path(path: Path) -> Path:
+    if str(path)[0] in "\"'":
+        raise ValueError("it begins with a quote, as from Docker's env file, which keeps quotes; remove it")
+    return Path(os.path.expanduser(path))
+
+
+HomePath = Annotated[Path, AfterValidator(_as_path)]
 """A path that may begin with ``~``, which no shell replaces in a file of settings."""
 MAX_CONNECTIONS = 256
 MIN_BYTES_PER_SECOND = 1_000_000

@@ -255,3 +255,10 @@ def test_paths_in_a_file_begin_at_home(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DELTA_SYNC_CONFIG", str(file))
     assert client_settings().state_dir == tmp_path / "state"
+
+
+def test_paths_in_quotes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's env file keeps them; what a server puts into such a folder would be gone with its container."""
+    monkeypatch.setenv("DELTA_SYNC_STATE_DIR", '"/state"')
+    with pytest.raises(SettingsError, match=r"from environment variable DELTA_SYNC_STATE_DIR.* begins with a quote"):
+        client_settings()
