@@ -98,6 +98,26 @@ def test_refusals(status: int, code: str, expected: type[DeltaSyncError], remedy
         assert len(message) < 500
 
 
+@pytest.mark.parametrize("status", [403, 407, 503])
+def test_proxy_that_may_have_answered_is_named(status: int, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is set for the world outside, and knows no store of this site."""
+    monkeypatch.setenv("HTTP_PROXY", answers.url)
+    monkeypatch.setenv("http_proxy", answers.url)
+    answers.reply = lambda asked: Answer(status, b"<html>blocked</html>")
+    with pytest.raises(StoreError, match=r"a proxy may have been asked \(HTTP_PROXY, HTTPS_PROXY; NO_PROXY "):
+        opened(URL, "http://store.example:9000").get("a/key")
+    answers.reply = refusing(status, "AccessDenied")
+    with pytest.raises(StoreError) as caught:
+        opened(URL, answers.url).get("a/key")
+    assert "PROXY" not in caught.value.message, "it is the store that answers so"
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name)
+    answers.reply = refusing(status)
+    with pytest.raises(StoreError) as caught:
+        opened(URL, answers.url).get("a/key")
+    assert "PROXY" not in caught.value.message
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run"])
 def test_refusal_of_a_request_whose_answer_has_no_body(url: str, answers: Answers) -> None:
     """S3 refuses expired credentials with status 400, and its answer to HEAD has no code."""

@@ -142,6 +142,8 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
     cause = Cause.of(error)
     failed = f"cannot {request.action} of {request.url}: {cause.text}"
     full_text = str(error)
+    if not cause.code and (cause.network or cause.status is not None) and '"dns error"' not in full_text:
+        failed += _proxy_note()
     if _CERTIFICATE.search(full_text) and cause.status is None:
         return StoreError(f"{failed}; if the store uses a private CA, set SSL_CERT_FILE to its certificate file")
     if "BadScheme" in full_text:
@@ -174,6 +176,12 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
     if isinstance(error, PreconditionError) and not request.writing:
         return UnavailableError(f"{failed}; it was replaced while it was read: try again")
     return StoreError(f"{failed}; {_remedy(cause, full_text)}")
+
+
+def _proxy_note() -> str:
+    """Return, for a failure that may not be the store's own, which variables set a proxy; empty without one."""
+    names = [name for name in ("HTTP_PROXY", "HTTPS_PROXY") if os.environ.get(name) or os.environ.get(name.lower())]
+    return f"; a proxy may have been asked ({', '.join(names)}; NO_PROXY names hosts without one)" if names else ""
 
 
 def _without_credentials(cause: Cause, full_text: str, request: FailedRequest) -> DeltaSyncError:
