@@ -1,6 +1,7 @@
 """``DeltaWeightTransfer`` call by call: order, waiting for servers, failures, interrupts."""
 
 import logging
+import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.support.publishers import Down, Hooked, nothing
 from tests.support.publishing import assert_holds
 from tests.support.trainers import steps_of, threads_of_ours
 from trainer_side import Publisher
+from trainer_side.integrations.training import StopSignal
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
@@ -293,6 +295,34 @@ def test_a_training_that_fails_leaves_no_handler_of_sigterm(transfer: DeltaWeigh
     with pytest.raises(RuntimeError, match="training has failed"):
         training()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_that_a_training_forks_ends_at_sigterm() -> None:
+    """As a reward that runs code in a process of its own, and ends it when it takes too long."""
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stop = StopSignal()
+    try:
+        fork = multiprocessing.get_context("fork")
+        begun = fork.Event()
+
+        def run() -> None:
+            begun.set()
+            signal.pause()
+
+        forked = fork.Process(target=run)
+        forked.start()
+        assert begun.wait(20)
+        forked.terminate()
+        forked.join(20)
+        found = forked.exitcode
+        forked.kill()
+        assert (found, stop.came()) == (-signal.SIGTERM, False)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.came()
+    finally:
+        stop.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_beginning_that_fails_before_trl_calls_leaves_the_next_one_to_open(

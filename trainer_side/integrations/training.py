@@ -7,6 +7,7 @@ as metrics, to the Trainer and to this project's log.
 
 import inspect
 import math
+import os
 import signal
 import sys
 import threading
@@ -146,7 +147,7 @@ class StopSignal:
         self._seconds = seconds
         self._end: Deadline | None = None  # from the signal on
         self._before: Any = None  # as ``signal.getsignal`` returns it
-        self._installed = False
+        self._process: int | None = None  # where the handler is installed
         self._group: distributed.ProcessGroup | None = None
         self._vote: tuple[distributed.Work, torch.Tensor] | None = None
         if in_world():
@@ -155,7 +156,12 @@ class StopSignal:
             self._before = signal.getsignal(signal.SIGTERM)
             if self._before is not signal.SIG_IGN and self._before is not None:
                 signal.signal(signal.SIGTERM, self._handle)
-                self._installed = True
+                self._process = os.getpid()
+
+    @property
+    def _installed(self) -> bool:
+        # A process that the training has forked inherits the handler, and is to end as if there were none.
+        return self._process == os.getpid()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._installed and self._end is None:
@@ -192,7 +198,7 @@ class StopSignal:
         """Put the former handler back."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._before)
-        self._installed = False
+        self._process = None
         group, self._group, self._vote = self._group, None, None
         leave(group)
 
