@@ -7,7 +7,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,10 @@ class StateFile:
         """Wait for the lock and hold it in the block. It excludes other processes and other threads of this one."""
         with self._open_lock() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                _release_lock(lock.fileno())
 
     def acquire(self) -> bool:
         """Lock the file until ``release``, or until this object or its process ends; False if another one has it."""
@@ -115,7 +118,7 @@ class StateFile:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, made if it is missing, until the returned descriptor is closed, in forked processes too.
+    """Lock a file, made if it is missing, until ``unlock_file`` or the end of this process and those forked meanwhile.
 
     Returns:
         None if another process has locked the file, or has just removed it.
@@ -140,6 +143,20 @@ def lock_file(path: Path) -> int | None:
         if held:
             failing.pop_all()
         return lock if held else None
+
+
+def unlock_file(lock: int) -> None:
+    """Release a lock, and close its descriptor."""
+    try:
+        _release_lock(lock)
+    finally:
+        os.close(lock)
+
+
+def _release_lock(lock: int) -> None:
+    # Closing alone would leave the lock with a process that was forked meanwhile.
+    with suppress(OSError):  # the mount has gone, and the lock with it
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 @contextmanager
@@ -167,7 +184,7 @@ def locked_folder(folder: Path, name: str, taken: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(lock)
+        unlock_file(lock)
 
 
 def _release(lock: FileIO, held: tuple[int, str]) -> None:

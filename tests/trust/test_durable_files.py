@@ -1,5 +1,6 @@
 """What a server keeps across restarts: whole after a crash, not another user's, and of one writer at a time."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -284,3 +285,19 @@ def test_a_forked_process_does_not_keep_what_its_parent_acquired(file: StateFile
         child.kill()
         child.wait(WAIT)
         assert file.acquire()
+
+
+@pytest.mark.parametrize("kind", ["state", "folder"])
+def test_a_forked_process_does_not_keep_a_lock_that_its_parent_has_given_back(file: StateFile, kind: str) -> None:
+    """Such as an engine that the body of ``follow`` starts, or another thread of a server in the middle of a write."""
+    lock = "file.locked()" if kind == "state" else "locked_folder(file.path.parent, 'folder.lock', 'taken')"
+    body = (
+        f"from vllm_delta_sync.durable_files import locked_folder\nwith {lock}:\n    child = os.fork()\n"
+        "    if child == 0:\n        sys.stdin.read()\n        os._exit(0)\nprint('given back', flush=True)\nos.wait()"
+    )
+    with process(file, body) as child:
+        assert printed(child) == b"given back\n"
+        name = "run.state.lock" if kind == "state" else "folder.lock"
+        with open(file.path.with_name(name), "r+b") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert child.poll() is None

@@ -6,7 +6,6 @@ kernel releases a lock when its process ends.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_delta_sync.durable_files import lock_file, make_own_folder
+from vllm_delta_sync.durable_files import lock_file, make_own_folder, unlock_file
 
 STALE_SECONDS = 24 * 3600.0
 """An unfinished download of this age is removed."""
@@ -227,10 +226,4 @@ def _unlock(lock: int, path: Path) -> None:
         path.unlink()
     except OSError:
         pass  # the next sweep removes it
-    try:
-        # Closing alone would leave the lock with a child process that was forked meanwhile.
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    except OSError:
-        pass  # the mount has gone, and the lock with it
-    finally:
-        os.close(lock)
+    unlock_file(lock)
