@@ -310,6 +310,41 @@ def test_a_close_that_was_cancelled_can_be_called_again(site: Site) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("moment", ["outcome", "delta_sync_pause"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_close_that_cannot_wait_for_a_commit_leaves_none_behind(
+    site: Site, moment: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging, and requests that a pause waits for, may take longer than ``close`` does."""
+    monkeypatch.setattr(embedded, "CLOSE_SECONDS", 0.1)
+
+    async def main() -> None:
+        engine = OneClient(Core(ModulePort(*site.world.models)))
+        settings = Settings(
+            bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep", policy="manual" if asked else "follow"
+        )
+        sync = embedded.AsyncSync(engine, settings)
+        site.service = sync._service
+        if asked:
+            await sync.to()
+        await sync.wait(0, WAIT)
+        await asyncio.to_thread(site.world.train, 1)
+        engine.holds = moment
+        call = asyncio.create_task(sync.to()) if asked else None
+        await asyncio.wait_for(engine.held.wait(), WAIT)
+        await sync.close()
+        if call is not None:
+            with pytest.raises(EngineError, match="closed before the call finished"):
+                await call
+        assert any(thread.is_alive() for thread in site.service._threads)
+        engine.go_on.set()
+        await asyncio.to_thread(site.service.join, WAIT)
+        assert (site.service.receiver.served_version, engine.cores[0].state) == (0, "UNPAUSED")
+
+    asyncio.run(main())
+    assert site.warned == []
+
+
 def test_a_cancelled_call_is_no_stop(site: Site) -> None:
     async def main() -> None:
         client = await site.start()

@@ -277,7 +277,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> "list[Future[Any]]":
         return found[-1]
 
     service = SimpleNamespace(request=request, start=lambda: None, stop=lambda: None, join=lambda seconds: None)
-    monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
+    monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: SimpleNamespace(stop=lambda: None))
     monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
     return found
 

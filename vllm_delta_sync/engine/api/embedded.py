@@ -175,8 +175,8 @@ class AsyncSync:
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine = engine
         self._adapter = _make_adapter(settings, engine, engine.vllm_config)
-        port = ServerEnginePort(engine, asyncio.get_running_loop(), settings, self._adapter)
-        self._service = ReceiverService(port, settings)
+        self._port = ServerEnginePort(engine, asyncio.get_running_loop(), settings, self._adapter)
+        self._service = ReceiverService(self._port, settings)
         self._pending: set[asyncio.Future[Answer]] = set()
         self._closed = False
         self._service.start()
@@ -275,9 +275,11 @@ class AsyncSync:
     async def close(self) -> None:
         """Stop following. The engine keeps the version it serves; pending calls raise EngineError.
 
+        A commit under way ends first; what is only staged by then is not served, however long staging still takes.
         After a call that was cancelled, another one waits for what is left.
         """
         self._closed = True
+        self._port.stop()
         self._service.stop()
         # In a thread: a running commit needs the loop to finish.
         await asyncio.to_thread(self._service.join, CLOSE_SECONDS)

@@ -22,7 +22,7 @@ Ranks = Sequence[RankState | RankFailure]
 
 
 class EngineStopped(BaseException):
-    """The engine was shut down on purpose, or the event loop that leads to it is closed.
+    """The engine was shut down on purpose, the event loop that leads to it is closed, or following it was ended.
 
     Like asyncio.CancelledError it is no failure and no Exception: nothing retries or reports it, and the thread that
     follows ends.

@@ -143,7 +143,8 @@ class ServerEnginePort(_WatchedPort):
     the engine.
 
     Raises:
-        EngineStopped: by its methods, once the engine is shut down or the event loop is closed.
+        EngineStopped: by its methods, once the engine is shut down or the event loop is closed; by ``pause``, once
+            ``stop`` was called.
     """
 
     _serial_labels = True
@@ -163,6 +164,7 @@ class ServerEnginePort(_WatchedPort):
         self._core = client.engine_core
         self._loop = loop
         self._stopping = watch_shutdown(client)
+        self._stopped = False
         self._pause_mode = settings.pause_mode
         self._drain_seconds = settings.wait_seconds
 
@@ -183,13 +185,23 @@ class ServerEnginePort(_WatchedPort):
             HeldBlocksError: caches cannot be dropped now; likewise.
             BusyError: the engine sleeps; or it is paused for another run's commit, which does not end.
         """
-        if self._stopping.is_set():
-            # Requests in flight may still be finishing.
-            raise EngineStopped
+        self._check_not_stopped()
         if not self._has_turn and not self._turns.acquire(timeout=self._pause_seconds + ANSWER_SECONDS):
             raise BusyError("the engine is paused for a version of another run; this one is tried again later")
         self._has_turn = True
         _try_while_held(self._pause_once, lambda: self._ask("delta_sync_resume"))
+        self._check_not_stopped()  # requests in flight may have taken long
+
+    def stop(self) -> None:
+        """Let no commit begin any more; one that is under way ends."""
+        self._stopped = True
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise EngineStopped("it was closed")
+        if self._stopping.is_set():
+            # Requests in flight may still be finishing.
+            raise EngineStopped
 
     def _pause_once(self) -> int:
         """Pause all engines; returns how many requests hold blocks that cannot be dropped."""

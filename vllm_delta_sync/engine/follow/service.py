@@ -131,8 +131,8 @@ class ReceiverService:
     def _follow(self) -> None:
         try:
             self._follow_until_stop()
-        except EngineStopped:
-            logger.info("no longer following: the engine has stopped")
+        except EngineStopped as stopped:
+            logger.info("no longer following: %s", str(stopped) or "the engine has stopped")
             # The last heartbeat may take until the process exits.
             self._stop_threads()
         finally:
