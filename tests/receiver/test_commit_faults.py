@@ -529,6 +529,34 @@ def test_interrupt_while_an_interrupted_commit_is_taken_back(moved: World, monke
     expect_before(moved, before)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("move", ["advance", "rollback"])
+def test_interrupt_while_generation_resumes(
+    moved: World, move: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on, with the new version, which is shown as served."""
+    resume, log = moved.port.resume, moved.port.log
+
+    def interrupted() -> bool:
+        if when == "before":
+            interrupt()
+        expired = resume()
+        if when == "after":
+            interrupt()
+        return expired
+
+    monkeypatch.setattr(moved.port, "resume", interrupted)
+    target = 2 if move == "advance" else 0
+    with pytest.raises(KeyboardInterrupt):
+        moved.receiver.advance() if move == "advance" else moved.receiver.rollback(target)
+    monkeypatch.undo()
+    assert (moved.receiver.served_version, log[-2:]) == (target, [f"label {target}", "resume"])
+    moved.receiver.release()
+    moved.receiver.advance()
+    assert moved.receiver.served_version == 2
+    moved.expect_exact()
+
+
 @pytest.mark.parametrize("method", ["advance", "rollback"])
 def test_failure_right_after_the_scatter(moved: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are written and the call fails all the same: the rank must know what it holds, and go back."""

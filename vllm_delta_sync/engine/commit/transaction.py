@@ -157,6 +157,7 @@ class Transaction:
             # Phases that were cut short count as 0 ms.
             self._times += [time.monotonic()] * (3 - len(self._times))
 
+    @postpone_interrupts()  # one must not leave the engine paused
     def resume(self) -> dict[str, float]:
         """Continue generation; returns the timings in ms.
 
