@@ -21,6 +21,7 @@ from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.engine import protocol
+from vllm_delta_sync.engine.api.embedded import OfflineSync
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.transaction import all_hold, common_version
@@ -554,6 +555,24 @@ def test_interrupt_while_generation_resumes(
     moved.receiver.release()
     moved.receiver.advance()
     assert moved.receiver.served_version == 2
+    moved.expect_exact()
+
+
+def test_interrupt_right_after_a_rollback_of_an_llm(moved: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves no hold, which only a server's operator could end."""
+    sync, call = OfflineSync(moved.receiver), moved.port.call
+
+    def confirm(request: RankRequest[A]) -> list[A | RankFailure]:
+        if isinstance(request, protocol.Confirm):
+            interrupt()
+        return call(request)
+
+    monkeypatch.setattr(moved.port, "call", confirm)
+    with pytest.raises(KeyboardInterrupt):
+        sync.rollback(0)
+    monkeypatch.undo()
+    assert (sync.status()["served"]["version"], sync.status()["state"]) == (0, "idle")
+    assert sync.to()["served"]["version"] == 2
     moved.expect_exact()
 
 

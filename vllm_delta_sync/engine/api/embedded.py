@@ -84,8 +84,11 @@ class OfflineSync:
             NotFoundError: it is not published, or no longer retained. ChainError: it is newer than the served one.
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        self._current.rollback(version)
-        self._current.release()
+        receiver = self._current
+        try:
+            receiver.rollback(version)
+        finally:  # after an interrupt too, because nothing else here ends a hold
+            receiver.release()
         return self.status()
 
     def status(self) -> dict[str, Any]:
