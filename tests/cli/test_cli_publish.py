@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint
 from tests.support.commands import _variables, answer, delta_sync, envelope, kind, parsed, shown
 from tests.support.publishing import assert_versions
-from tests.support.running import eventually
+from tests.support.running import eventually, run_python
 from vllm_delta_sync import open_run
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME
 from vllm_delta_sync.trust.keys import generate
@@ -202,6 +202,30 @@ def watching(out: Path, run: Path, *more: str, **settings: str) -> Iterator["sub
             yield started
         finally:
             started.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [pytest.param("SIGINT", 130, marks=pytest.mark.slow), ("SIGTERM", 143)])
+def test_one_checkpoint_ends_by_a_signal_with_its_code(number: str, code: int, out: Path, run: Path) -> None:
+    """In the middle of version 1; what was published before is whole."""
+    first, second = (
+        write_checkpoint(out / "checkpoint-1", weights(1)),
+        write_checkpoint(out / "checkpoint-2", weights(2)),
+    )
+    delta_sync("publish", "--from", first, "--bucket", run)
+    program = (
+        "import os, signal, sys, time\n"
+        "from trainer_side.session import PublishSession\n"
+        "from vllm_delta_sync import cli\n"
+        "def slow(*arguments, **options):\n"
+        f"    os.kill(os.getpid(), signal.{number})\n"
+        "    time.sleep(60)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "PublishSession.publish = slow\n"
+        f"sys.argv[1:] = ['publish', '--from', {str(second)!r}, '--bucket', {str(run)!r}]\n"
+        "sys.exit(cli.main())\n"
+    )
+    assert run_python("-c", program, code=code).stderr == ""
+    assert_versions(str(run), [weights(1)])
 
 
 SIGNALS = [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 0)]

@@ -122,31 +122,27 @@ def publish(options: argparse.Namespace) -> Report:
     from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher
 
     settings = options.settings
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    try:
-        with CheckpointPublisher(
-            bucket_url(options),
-            options.base,
-            signing_key=settings.signing_key,
-            trusted_keys=settings.trusted_keys,
-            **{name: getattr(options, name) for name in GIVEN if getattr(options, name) is not None},
-        ) as publisher:
-            if options.source is not None:
-                with ProgressBar("bytes") as bar:
-                    result = publisher.publish(options.source, options.step, progress=bar.update)
-                return Report(_document(publisher, result), _print)
-            watcher = CheckpointWatcher(options.watch, publisher, options.poll or POLL_SECONDS)
-            ending = _Ending(watcher, options.grace or GRACE_SECONDS)
-            try:
-                report = _watch(publisher, watcher, options)
-                publisher.close()
-            finally:
-                ending.close()
-        if ending.signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        return report
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with CheckpointPublisher(
+        bucket_url(options),
+        options.base,
+        signing_key=settings.signing_key,
+        trusted_keys=settings.trusted_keys,
+        **{name: getattr(options, name) for name in GIVEN if getattr(options, name) is not None},
+    ) as publisher:
+        if options.source is not None:
+            with ProgressBar("bytes") as bar:
+                result = publisher.publish(options.source, options.step, progress=bar.update)
+            return Report(_document(publisher, result), _print)
+        watcher = CheckpointWatcher(options.watch, publisher, options.poll or POLL_SECONDS)
+        ending = _Ending(watcher, options.grace or GRACE_SECONDS)
+        try:
+            report = _watch(publisher, watcher, options)
+            publisher.close()
+        finally:
+            ending.close()
+    if ending.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    return report
 
 
 def _watch(publisher: "CheckpointPublisher", watcher: "CheckpointWatcher", options: argparse.Namespace) -> Report:
