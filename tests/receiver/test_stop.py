@@ -7,6 +7,7 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -23,11 +24,12 @@ from tests.support.services import WAIT, wait_until
 from tests.support.world import World
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.api import embedded
+from vllm_delta_sync.engine.core import ports
 from vllm_delta_sync.engine.core.pause_watchdog import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
-from vllm_delta_sync.engine.protocol import decode_request
+from vllm_delta_sync.engine.protocol import RankRequest, decode_request
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
 from vllm_delta_sync.settings import Settings
@@ -328,8 +330,8 @@ def test_a_close_that_cannot_wait_for_a_commit_leaves_none_behind(
         if asked:
             await sync.to()
         await sync.wait(0, WAIT)
-        await asyncio.to_thread(site.world.train, 1)
         engine.holds = moment
+        await asyncio.to_thread(site.world.train, 1)
         call = asyncio.create_task(sync.to()) if asked else None
         await asyncio.wait_for(engine.held.wait(), WAIT)
         await sync.close()
@@ -343,6 +345,47 @@ def test_a_close_that_cannot_wait_for_a_commit_leaves_none_behind(
 
     asyncio.run(main())
     assert site.warned == []
+
+
+@pytest.mark.parametrize("moment", ["not asked", "answered"])
+def test_a_loop_that_its_owner_blocks_in_a_commit_ends_no_engine(
+    site: Site, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training that runs in the loop may begin between a pause and its commit, and take longer than that may."""
+    monkeypatch.setattr(ports, "ANSWER_SECONDS", 0.5)
+    blocks, ask = [lambda: time.sleep(2.5)], ServerEnginePort._ask_paused
+
+    def asked(port: ServerEnginePort, request: RankRequest[Any]) -> Any:
+        if moment == "not asked" and blocks:
+            begun = threading.Event()
+            port._loop.call_soon_threadsafe(begun.set)
+            port._loop.call_soon_threadsafe(blocks.pop())
+            begun.wait(WAIT)
+        return ask(port, request)
+
+    monkeypatch.setattr(ServerEnginePort, "_ask_paused", asked)
+
+    async def main() -> None:
+        engine = OneClient(Core(ModulePort(*site.world.models)))
+        call = engine._call_utility_async
+
+        async def answered(method: str, *args: Any, engine: bytes) -> Any:
+            answer = await call(method, *args, engine=engine)
+            if moment == "answered" and method == "delta_sync_call_paused" and blocks:
+                blocks.pop()()
+            return answer
+
+        monkeypatch.setattr(engine, "_call_utility_async", answered)
+        settings = Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep", pause_seconds=0.5)
+        sync = embedded.AsyncSync(engine, settings)
+        site.service = sync._service
+        await sync.wait(0, WAIT)
+        await asyncio.to_thread(site.world.train, 1)
+        await sync.wait(1, WAIT)
+        assert (blocks, engine.cores[0].state) == ([], "UNPAUSED")
+        await sync.close()
+
+    asyncio.run(main())
 
 
 def test_a_cancelled_call_is_no_stop(site: Site) -> None:

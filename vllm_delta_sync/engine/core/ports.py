@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, wait
+from contextlib import suppress
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -238,24 +239,36 @@ class ServerEnginePort(_WatchedPort):
     def _run(self, call: Coroutine[Any, Any, R], timeout: float = CALL_TIMEOUT_S) -> R:
         """Run a coroutine in the event loop, and wait for its result.
 
+        Time in which others block the loop, such as a training that runs in it, does not count: what an engine has
+        answered, and what it was not even asked, waits there.
+
         Raises:
             EngineError: it failed, or took too long. EngineStopped: it failed because of a stop.
         """
-        deadline = time.monotonic() + timeout
+        left, looked = timeout, time.monotonic()
+        went_on = threading.Event()
+        went_on.set()
         try:
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
         except RuntimeError as error:  # the loop is closed
             call.close()
             raise EngineStopped from error
-        while not wait([future], min(LOOP_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+        while not wait([future], min(LOOP_CHECK_SECONDS, left)).done:
             if self._loop.is_closed():
                 if inspect.getcoroutinestate(call) == inspect.CORO_CREATED:
                     # Python would warn that nothing has awaited it.
                     call.close()
                 raise EngineStopped
-            if time.monotonic() >= deadline:
-                future.cancel()
-                raise EngineError(f"the engine did not answer within {timeout:.0f} s") from TimeoutError()
+            now = time.monotonic()
+            if went_on.is_set():
+                left -= now - looked
+                if left <= 0:
+                    future.cancel()
+                    raise EngineError(f"the engine did not answer within {timeout:.0f} s") from TimeoutError()
+                went_on.clear()
+                with suppress(RuntimeError):  # the loop was closed just now
+                    self._loop.call_soon_threadsafe(went_on.set)
+            looked = now
         try:
             return future.result()
         except Exception as error:  # vLLM reports a worker's failure as a bare exception
