@@ -17,6 +17,7 @@ from tests.support.modules import ModulePort
 from tests.support.seeds import seeds
 from tests.support.services import WAIT, wait_until
 from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.commit.transaction import EngineStopped
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
@@ -175,6 +176,22 @@ def test_engines_of_one_process_have_orders_of_their_own(life: Life, service: Re
     store = StandingOrderStore(Settings(**life.settings))
     store.save(StandingOrder(setting="head", target="3"))
     assert written.read_bytes() != order, "an engine that has ended lets go of it"
+
+
+def test_an_engine_that_follows_another_in_one_process_finds_its_order(
+    life: Life, service: ReceiverService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that was shut down, and of one whose ``close`` did not wait to the end; its objects are still there."""
+    service.request("rollback", 5).result(WAIT)
+
+    def stopped(*_: Any) -> Any:
+        raise EngineStopped
+
+    monkeypatch.setattr(life.port, "call", stopped)
+    service._threads[0].join(WAIT)
+    life.services.clear()
+    life.start()
+    life.serves(5)
 
 
 @pytest.mark.parametrize("loaded", [0, 7])

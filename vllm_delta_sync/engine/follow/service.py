@@ -104,8 +104,6 @@ class ReceiverService:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout)
-        if not any(thread.is_alive() for thread in self._threads):
-            self._orders.release()
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
         """Queue an action.
@@ -137,6 +135,8 @@ class ReceiverService:
             self._stop_threads()
         finally:
             self._refuse_requests()
+            # Not by ``join``, whose caller may have given up waiting: what follows next must find the order.
+            self._orders.release()
 
     def _follow_until_stop(self) -> None:
         while not self._stop.is_set():
