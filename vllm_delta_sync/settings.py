@@ -119,7 +119,8 @@ class Settings(StoreOptions):
     """follow: update to each new version at once. manual: update only on POST /delta_sync/sync; the bucket is still
     polled, and `lag` shows how many versions are waiting."""
     poll_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
-    """Seconds from one poll of the bucket to the next when no notice arrives."""
+    """Seconds from one poll of the bucket to the next when no notice arrives; each interval differs by up to a
+    quarter, so that the servers of a run poll at different moments."""
     notice: Annotated[str | None, Field(pattern=r"^(tcp|ipc)://")] = None
     """ZeroMQ address of the publisher's notices; none: polling only."""
     quarantined: Literal["skip", "serve"] = "skip"

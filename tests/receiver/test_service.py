@@ -296,6 +296,14 @@ def test_nothing_moves_by_itself_and_lag_says_what_waits(site: Site) -> None:
     site.world.expect_exact()
 
 
+def test_servers_do_not_poll_in_step(site: Site) -> None:
+    """A notice wakes all at one moment. With one interval, 1,000 would send 4,000 requests at once ever after."""
+    service = site.serve(poll_seconds=10)
+    intervals = [service._delay() for _ in range(200)]
+    assert 7.5 <= min(intervals) < 8
+    assert 12 < max(intervals) <= 12.5
+
+
 @pytest.mark.parametrize("site", [False], indirect=True, ids=["without a base"])
 def test_weights_that_are_no_version_are_compared_once(site: Site) -> None:
     """Each comparison reads the whole model."""

@@ -2,6 +2,7 @@
 
 import atexit
 import queue
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0
 NOTICE_WAIT_SECONDS = 0.5
 MIN_POLL_SECONDS = 0.02
+POLL_SPREAD = 0.25
+"""Share by which intervals differ: a notice makes all servers of a run poll at once, and they must not stay in step."""
 MOVING = ("sync", "release", "target")
 """Requests after which a version may be served that would not come by itself."""
 OVERRULING = ("hold", "rollback", "target")
@@ -187,7 +190,7 @@ class ReceiverService:
 
     def _delay(self) -> float:
         if not self._failures:
-            return self._settings.poll_seconds
+            return self._settings.poll_seconds * random.uniform(1 - POLL_SPREAD, 1 + POLL_SPREAD)
         # A repair reads the whole model, so it is retried less often.
         error = self.receiver.board.error
         reads = self.receiver.can_repair and (error is None or error["kind"] != SignatureError.kind)
