@@ -297,7 +297,7 @@ def test_nothing_moves_by_itself_and_lag_says_what_waits(site: Site) -> None:
 
 
 def test_servers_do_not_poll_in_step(site: Site) -> None:
-    """A notice wakes all at one moment. With one interval, 1,000 would send 4,000 requests at once ever after."""
+    """A notice wakes all at one moment. With one interval they would poll together ever after."""
     service = site.serve(poll_seconds=10)
     intervals = [service._delay() for _ in range(200)]
     assert 7.5 <= min(intervals) < 8
