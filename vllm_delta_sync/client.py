@@ -192,7 +192,7 @@ class Run(RunReader):
         Raises:
             NotFoundError: ``base`` is given and not there. StoreError: the store failed.
             DeltaSyncError: without ``findings``, the first problem; names the version and the object or document, or
-            the tensor if weights are not as declared.
+                the tensor if weights are not as declared.
         """
         # A mirror or cache in front of the bucket would hide damage in the bucket.
         bucket = self.bucket.origin if isinstance(self.bucket, OpenedBucket) else self.bucket
