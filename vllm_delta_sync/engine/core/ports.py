@@ -245,9 +245,9 @@ class ServerEnginePort(_WatchedPort):
         Raises:
             EngineError: it failed, or took too long. EngineStopped: it failed because of a stop.
         """
-        left, looked = timeout, time.monotonic()
-        went_on = threading.Event()
-        went_on.set()
+        left, checked_at = timeout, time.monotonic()
+        loop_ran = threading.Event()
+        loop_ran.set()
         try:
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
         except RuntimeError as error:  # the loop is closed
@@ -260,15 +260,15 @@ class ServerEnginePort(_WatchedPort):
                     call.close()
                 raise EngineStopped
             now = time.monotonic()
-            if went_on.is_set():
-                left -= now - looked
+            if loop_ran.is_set():
+                left -= now - checked_at
                 if left <= 0:
                     future.cancel()
                     raise EngineError(f"the engine did not answer within {timeout:.0f} s") from TimeoutError()
-                went_on.clear()
+                loop_ran.clear()
                 with suppress(RuntimeError):  # the loop was closed just now
-                    self._loop.call_soon_threadsafe(went_on.set)
-            looked = now
+                    self._loop.call_soon_threadsafe(loop_ran.set)
+            checked_at = now
         try:
             return future.result()
         except Exception as error:  # vLLM reports a worker's failure as a bare exception

@@ -327,7 +327,7 @@ class WeightUpdater:
         if self._pause_state == "draining":
             self._board.enter("committing")
 
-    @postpone_interrupts()  # a version that generation goes on with is shown as served
+    @postpone_interrupts()  # a version that generation continues with is shown as served
     def _resume(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Resume generation with a new version; returns the timings."""
         # Marked as served only now: if the pause expired meanwhile, the engine has reverted the commit.
