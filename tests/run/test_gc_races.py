@@ -1,5 +1,7 @@
 """Garbage collection beside others: tags, publishers, other collections, each at every moment of one."""
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,12 +15,20 @@ from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import Collection
+from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
+from vllm_delta_sync.maintenance.gc import collect as collecting
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS, KEPT
 from vllm_delta_sync.maintenance.tags import set_tag
 
 FEW = RetentionPolicy(keep_last=3)
 Meanwhile = Callable[[Grown], object]
+
+
+@pytest.fixture(autouse=True)
+def _one_removal_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens meanwhile then happens at a known moment: the collection itself does nothing until it is over."""
+    monkeypatch.setattr(collecting, "AT_ONCE", 1)
 
 
 def interleaved(
@@ -191,6 +201,61 @@ def test_a_collection_that_is_interrupted_at_any_change_delays_no_other(tmp_path
             break
         at += 1
     assert at > 10
+
+
+def test_removals_at_once_keep_the_order_and_share_one_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "AT_ONCE", 8)
+    grown = long_run(tmp_path, 24)
+    met = threading.Barrier(2)
+    removed: list[bool] = []
+
+    def before(action: str, key: str) -> None:
+        if key.startswith(side.COLLECTIONS_PREFIX):
+            # Time for another removal to find the claim half over too.
+            time.sleep(0.05)
+        elif action == "delete":
+            # Two at least are under way, and the claim is half over for both.
+            if len(started) < 2:
+                started.append(key)
+                met.wait(60)
+                grown.memory.clock += CLAIM_SECONDS / 2
+            # Time for other removals to overtake this one.
+            time.sleep(0 if key.startswith(OBJECTS_PREFIX) else 0.05)
+
+    def after(action: str, key: str) -> None:
+        if action == "delete" and not key.startswith(side.COLLECTIONS_PREFIX):
+            removed.append(key.startswith(OBJECTS_PREFIX))
+
+    started: list[str] = []
+    grown.memory.before, grown.memory.after = before, after
+    report = collect(grown.run_, FEW, monotonic=grown.seconds)
+    assert removed == sorted(removed)
+    assert removed.count(False) == len(report.merged_deltas) > 2
+    assert removed.count(True) == len(report.objects) > 2
+    assert all(grown.equals(version) for version in (22, 23, 24))
+    assert collect(grown.run_, FEW).head == 24
+
+
+def test_of_removals_at_once_no_other_begins_after_another_collection_took_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "AT_ONCE", 4)
+    grown = long_run(tmp_path, 24)
+    deletes: list[str] = []
+
+    def hook(action: str, key: str) -> None:
+        if action != "delete" or key.startswith(side.COLLECTIONS_PREFIX):
+            return
+        deletes.append(key)
+        if len(deletes) == 5:
+            grown.memory.clock += CLAIM_SECONDS + 2
+            grown.memory.put(side.collection_key(2), b"{}")
+
+    grown.memory.before = hook
+    with pytest.raises(ConflictError, match="another collection of memory has started"):
+        collect(grown.run_, FEW, monotonic=grown.seconds)
+    assert 5 <= len(deletes) <= 5 + 3
+    assert grown.equals(24)
 
 
 @pytest.mark.parametrize("data", [b"{", b"x" * 200_000])

@@ -10,8 +10,9 @@ tag set in the meantime relies on it. Where the store lacks create-if-absent, a 
 that ``retention.json`` is still its own. Two races remain. A writer may
 put an unlisted object again between the collection's last check of that object and its removal. Writers therefore put
 an object left by a crashed writer again, which makes it young, instead of relying on it. And a collection that stands
-still for longer than its claim (``CLAIM_SECONDS``), right between a check and a removal, still makes that removal: an
-object that a collection with another policy has meanwhile decided to keep. It stops before the next one.
+still for longer than its claim (``CLAIM_SECONDS``), right between checks and removals, still makes these removals, at
+most as many as it makes at once (``AT_ONCE``): objects that a collection with another policy has meanwhile decided to
+keep. It stops before the next ones.
 """
 
 import time
@@ -20,8 +21,8 @@ from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.base import exists, has_content
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError
-from vllm_delta_sync.fleet.heartbeats import Heartbeats
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import (
@@ -43,6 +44,8 @@ __all__ = ["CollectionReport", "RetentionPolicy", "collect"]
 Progress = Callable[[int, int, int], None]
 """Called with keys processed, keys in total, and bytes removed so far."""
 
+AT_ONCE = 16
+"""Removals in flight. Each takes two requests or three, and a collection may remove 100,000 objects."""
 SHOWN_SECONDS = 24 * 3600.0
 """Seconds that a heartbeat stays after it expired, so that operators see which servers ended."""
 
@@ -117,7 +120,7 @@ class _Collector:
         at = time.time() if now is None else now
         planned = self._plan(found, at, record)
         self._record(found, planned)
-        removals = [*_planned_removals(planned), *self._stale_heartbeats(found.heartbeats, at)]
+        removals = [info for step in self._removals(found, planned, at) for info in step]
         return self._report(found, planned, removals, True)
 
     def collect(self, now: float | None) -> CollectionReport:
@@ -148,8 +151,7 @@ class _Collector:
             self._check_announced(written)
             self._announce(declared)
             written = declared
-        removals = [*_planned_removals(again), *self._stale_heartbeats(found.heartbeats, at)]
-        removed = self._remove(removals, found, written)
+        removed = self._remove(self._removals(found, again, at), found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
 
@@ -166,10 +168,14 @@ class _Collector:
             planned.notes.append(f"{len(planned.left):,} anchors and merged deltas are left for the next collection")
         return planned
 
-    def _stale_heartbeats(self, heartbeats: Heartbeats, now: float) -> list[ObjectInfo]:
-        """Return heartbeats that expired a day ago or more, and at least ``min_age`` ago."""
+    def _removals(self, found: RunContents, planned: CollectionPlan, now: float) -> tuple[list[ObjectInfo], ...]:
+        """Return what to remove, in steps: first documents, then the objects that only they may need.
+
+        Of the heartbeats these are those that expired a day ago or more, and at least ``min_age`` ago.
+        """
         stays = max(self._policy.min_age, SHOWN_SECONDS)
-        return [held.info for held in heartbeats.stored if now - held.expires >= stays]
+        stale = [held.info for held in found.heartbeats.stored if now - held.expires >= stays]
+        return [*planned.documents.values()], [*planned.objects.values(), *planned.sidecars.values(), *stale]
 
     def _announce(self, record: Retention) -> None:
         self._lock.renew()
@@ -207,22 +213,31 @@ class _Collector:
             created_at=timestamp(),
         )
 
-    def _remove(self, removals: list[ObjectInfo], found: RunContents, written: Retention) -> list[ObjectInfo]:
+    def _remove(self, steps: tuple[list[ObjectInfo], ...], found: RunContents, written: Retention) -> list[ObjectInfo]:
         listed = {key for edge in (*found.history, *found.standalone) for key, _ in edge.refs}
         listed |= {key for edge in found.history for key in edge.sidecars}
         removed: list[ObjectInfo] = []
         size = 0
-        for number, info in enumerate(removals, 1):
+
+        def remove(info: ObjectInfo) -> bool:
             # An unlisted object may belong to a version that was committed since.
             is_document = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
             removable = is_document or info.key in listed or not exists(self._run.bucket, version_key(found.head + 1))
-            if removable and self._is_unchanged(info):
-                self._check_announced(written)
-                self._run.bucket.delete(info.key)
-                removed.append(info)
-                size += info.bytes
-            if self._progress is not None:
-                self._progress(number, len(removals), size)
+            if not removable or not self._is_unchanged(info):
+                return False
+            self._check_announced(written)
+            self._run.bucket.delete(info.key)
+            return True
+
+        done, total = 0, sum(map(len, steps))
+        for step in steps:
+            for info, gone in zip(step, in_parallel(remove, step, workers=AT_ONCE), strict=True):
+                done += 1
+                if gone:
+                    removed.append(info)
+                    size += info.bytes
+                if self._progress is not None:
+                    self._progress(done, total, size)
         return removed
 
     def _is_unchanged(self, info: ObjectInfo) -> bool:
@@ -256,13 +271,9 @@ class _Collector:
                 report.heartbeats.append(info.key)
             else:
                 report.objects.append(info.key)
-        if not (removed or _planned_removals(planned)):
+        if not (removed or planned.documents or planned.objects or planned.sidecars):
             report.nothing_because = planned.staying
         return report
-
-
-def _planned_removals(planned: CollectionPlan) -> list[ObjectInfo]:
-    return [*planned.documents.values(), *planned.objects.values(), *planned.sidecars.values()]
 
 
 def _gone(found: RunContents, planned: CollectionPlan) -> set[int]:

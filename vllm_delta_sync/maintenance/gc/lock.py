@@ -10,6 +10,7 @@ On a store without create-if-absent, two collections that start at almost the sa
 """
 
 import secrets
+import threading
 import time
 from collections.abc import Callable
 
@@ -39,11 +40,16 @@ KEPT = 4
 
 
 class CollectionLock:
-    """The exclusive right to remove things from a run. Args: monotonic: this machine's clock, in seconds."""
+    """The exclusive right to remove things from a run. Threads may share it.
+
+    Args:
+        monotonic: this machine's clock, in seconds.
+    """
 
     def __init__(self, run: RunReader, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._run, self._monotonic = run, monotonic
         self._holder = secrets.token_hex(16)
+        self._renewing = threading.Lock()
         self._number: int | None = None
         self._since = 0.0
         self._tried = False
@@ -73,19 +79,21 @@ class CollectionLock:
         Raises:
             ConflictError: another collection has started. StoreError: the store failed.
         """
-        number = self._number
-        if number is not None and self._monotonic() - self._since < CLAIM_SECONDS / 2:
-            return
-        self._number = None
-        if number is None or not self._claim(number + 1):
-            raise ConflictError(
-                f"another collection of {self._run.bucket.url} has started, because this one stood still for more than "
-                f"{CLAIM_SECONDS} s; this one stopped removing: start it again when the other is done"
-            )
+        with self._renewing:
+            number = self._number
+            if number is not None and self._monotonic() - self._since < CLAIM_SECONDS / 2:
+                return
+            self._number = None
+            if number is None or not self._claim(number + 1):
+                raise ConflictError(
+                    f"another collection of {self._run.bucket.url} has started, because this one stood still for more "
+                    f"than {CLAIM_SECONDS} s; this one stopped removing: start it again when the other is done"
+                )
 
     def release(self) -> None:
         """Let the next collection start. If the store fails, the claim expires by itself."""
-        number, self._number = self._number, None
+        with self._renewing:
+            number, self._number = self._number, None
         bucket = self._run.bucket
         try:
             if number is None and self._tried:
