@@ -34,8 +34,6 @@ from vllm_delta_sync.tensors.changes import CHUNK_ELEMENTS
 LANES = np.uint64(64)
 LAST_LANE = np.uint64(1 << 63)
 AT_ONCE = np.uint64(2)
-# By how many elements prefetching is ahead of comparing: the loop itself keeps too few loads in flight for the memory.
-AHEAD = np.uint64(1024)
 # Elements rounded at a time: they stay in the first-level cache until they are compared.
 ROUND_ELEMENTS = 4096
 # Rows and columns transposed at a time: the cache lines of both sides stay in the first-level cache.
@@ -104,11 +102,9 @@ def _find(old, new, offset, relative, fresh):
     size = np.uint64(old.size)
     whole = size - size % LANES
     start = ZERO
-    line = np.uint64(64 // old.itemsize)
+    # Without prefetches: the processor's own follow both arrays, and with ours, a pass of 135 M elements took 26 ms
+    # instead of 17 whenever the one before had left the cache in another state.
     while start < whole:
-        for ahead in range(start + AHEAD, start + AHEAD + LANES, line):
-            prefetch(old, ahead)
-            prefetch(new, ahead)
         word = differing(old, new, start)
         left = ones(word)
         # At least AT_ONCE per word, since the number of set bits is unpredictable; surplus entries are overwritten.
