@@ -17,6 +17,7 @@ from vllm_delta_sync.codec.tiles.grid import (
     TALL,
     TILE_ELEMENTS,
     VOCABULARY_ROWS,
+    grid_of,
 )
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
@@ -140,8 +141,11 @@ def test_kinds_of_blocks_and_numbers_of_tiles() -> None:
     assert f"fewer than {NARROW} columns" in text
     assert f"fewer than {SMALL_ELEMENTS:,} elements" in text
     assert f"A length is at most {LONGEST}" in text
-    assert f"{TABLES} · 2 · {SYMBOLS} **code lengths**" in text
-    assert f"{CLASSES} **keys**" in text
+    assert f"| 0 | {CLASSES} | **keys**" in text
+    each, last = f"{2 * SYMBOLS} · *t* | {SYMBOLS} |", SYMBOLS - 1
+    assert f"| {CLASSES} + {each} table *t*, 0 to {TABLES - 1}: **code lengths** of the symbols 0 to {last} |" in text
+    assert f"| {CLASSES + SYMBOLS} + {each} the same table: code lengths of the tokens 0 to {last} of" in text
+    assert f"| {CLASSES + TABLES * 2 * SYMBOLS} + *m* · *j* |" in text
 
 
 def test_keys() -> None:
@@ -154,3 +158,21 @@ def test_keys() -> None:
     not_in_tree = {"versions", "objects", "files", "sidecars", "collections"}
     assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - not_in_tree
     assert [anchor_key(5), merged_delta_key(0, 4)] == ["anchors/0000000005.json", "merged/0000000000-0000000004.json"]
+
+
+def test_the_grids_of_the_examples() -> None:
+    """A list of edges that is cut short has its first ones, and after the dots its last ones."""
+    rows = re.findall(r"^\| \[([\d, ]+)\] \| (\d+) \| (.+) \| (.+) \|$", section("Tiles"), re.MULTILINE)
+    assert len(rows) >= 10
+    for shape, tiles, *edges in rows:
+        grid = grid_of(tuple(map(int, shape.split(", "))))
+        assert grid.tiles == int(tiles), shape
+        for text, found in zip(edges, (grid.column_edges, grid.row_edges), strict=True):
+            before, dots, after = text.partition("…")
+            first, last = (
+                [int(edge) for edge in re.findall(r"\d+", part.rpartition(":")[2])] for part in (before, after)
+            )
+            whole = found.tolist()
+            assert whole[: len(first)] == first, (shape, text)
+            assert whole[len(whole) - len(last) :] == last, (shape, text)
+            assert dots or whole == first, (shape, text)
