@@ -14,7 +14,8 @@ STATUS_FIELDS = {
         "`relative_norm` of their distance, and `exact`, the newest exact version before it"
     ),
     "head": "the newest version seen in the bucket, with the same members; null before the first poll",
-    "lag": "number of versions between the served one and the newest that following leads to; null if one is unknown",
+    "lag": "number of versions between the served one and the newest that following leads to; null if one is "
+    "unknown. A held server does not read the bucket, so there it is the lag of `polled_seconds` ago",
     "state": "one of the [states](#states)",
     "last_error": "the last error; null after the next success",
     "last_error.kind": "one of the [kinds](#errors)",

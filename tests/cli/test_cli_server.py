@@ -117,6 +117,7 @@ def test_status_for_people(site: Site, url: str) -> None:
     shown("hold", "--server", url)
     held = fields_of(shown("status", "--server", url))
     assert held["hold"] == "yes, until delta-sync release"
+    assert re.fullmatch(r"0, [0-9]+ s ago: a held server does not read the bucket", held["lag"])
     assert held["ready"] == f"no: held at version {head}; POST /delta_sync/release to follow again"
 
 

@@ -280,8 +280,11 @@ def test_command_lists_them(chain: Chain, tmp_path: Path) -> None:
     assert "2 live, 0 ended; version 1 to 2; head 2" in shown("fleet", "list", "--bucket", chain.url)
     document = answer("fleet", "list", "--bucket", chain.url)
     assert (document["run"], document["live"], document["lowest"]) == (chain.run, 2, 1)
-    rows = [(row["receiver"], row["served"], row["live"], row["holding"]) for row in document["replicas"]]
-    assert rows == [("a", 2, True, False), ("b", 1, True, True)]
+    rows = [(row["receiver"], row["served"], row["live"], row["holding"], row["lag"]) for row in document["replicas"]]
+    assert rows == [("a", 2, True, False, 0), ("b", 1, True, True, 1)]
+    chain.grow()
+    # One that is held does not see the new version.
+    assert [row["lag"] for row in answer("fleet", "list", "--bucket", chain.url)["replicas"]] == [1, 2]
     other = Chain(tmp_path / "other")
     assert shown("fleet", "list", "--bucket", other.url) == "0 live, 0 ended; nothing served; head 0\n"
     assert kind(3, "fleet", "list", "--bucket", tmp_path / "elsewhere") == "not_found"

@@ -285,6 +285,10 @@ def test_what_a_server_says_of_itself(tmp_path: Path) -> None:
     status = run.status(18, "r1")
     found = overview(reader(run.folder).read(), ServerView(None, status), source="server")
     assert found["headline"]["text"] == "Version 18 is served, 2 versions behind"
+    place = {"version": 18, "quarantined": [], "held_back": None}
+    before = run.status(18, "r1", holding=True, state="held", head=place, lag=0)  # it was held when 18 was the newest
+    later = overview(reader(run.folder).read(), ServerView(None, before), source="server")
+    assert (later["headline"], later["servers"][0]["lag"]) == (found["headline"], 2)
     server = found["servers"][0]
     assert server["meaning"] == STATES["idle"]
     commit, newest = status["recent"][-1], server["recent"][-1]

@@ -1,6 +1,7 @@
 """``delta-sync fleet list`` and ``fleet wait``."""
 
 import argparse
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import RUN, VERSION, count, interval, opened, version
@@ -60,12 +61,16 @@ def wait(options: argparse.Namespace) -> Report:
 
 def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
     """Return all servers, the live ones first."""
+    from vllm_delta_sync.fleet.fleet import versions_behind
+
     rows = [replica.document() for replica in [*fleet.live, *fleet.ended]]
     served = [row["served"] for row in rows if row["live"] and row["served"] is not None]
-    try:
-        head = run.reachable_head()[0].version
-    except NotFoundError:
-        head = None
+    head = None
+    with suppress(NotFoundError):
+        found = run.reachable_head()[0]
+        head = found.version
+        for row in rows:
+            row["lag"] = versions_behind(row["served"], row["lag"], row["head"], row["following"], head, found.sound)
     return {
         "run": run.info.run,
         "url": run.bucket.url,

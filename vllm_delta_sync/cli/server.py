@@ -160,12 +160,15 @@ def _print_status(url: str, status: ServerStatus) -> None:
     follows, error = status.policy == "follow", status.last_error
     quarantined = [] if status.head is None else status.head.quarantined
     retries = error is not None and status.retries
+    stale = ""
+    if follows and status.holding and status.polled is not None:
+        stale = f", {status.polled:.0f} s ago: a held server does not read the bucket"
     print_fields(
         ("server", url),
         ("served", _version(status.served)),
         ("head", _version(status.head)),
         *(("", f"quarantined: {reason}") for reason in quarantined[:RECENT]),
-        ("lag", known(status.lag)),
+        ("lag", known(status.lag) + stale),
         ("state", known(status.state) + meaning),
         ("hold", "yes, until delta-sync release" if status.holding else "no"),
         ("target", known(status.target) + ("" if follows else "; updates on delta-sync sync only")),

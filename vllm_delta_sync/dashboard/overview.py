@@ -14,6 +14,7 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.dashboard.page_reader import MAX_TEXT
 from vllm_delta_sync.dashboard.remedies import remedy_of
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
+from vllm_delta_sync.fleet.fleet import versions_behind
 from vllm_delta_sync.server_client import ServerStatus
 
 Source = Literal["server", "dashboard", "report"]
@@ -63,6 +64,10 @@ def build_overview(
     """
     document = None if run is None else run.document
     shown = [_server(view, states) for view in servers]
+    if document is not None and document["head"] is not None:
+        for server in shown:
+            if server["error"] is None and server["run"] == document["id"]:
+                server["lag"] = _lag(server, document["head"])
     problems = _problems(run, document, shown)
     return {
         "source": source,
@@ -109,16 +114,15 @@ def _headline(source: Source, view: RunView | None, run: dict[str, Any] | None, 
         # Versions of another run are other weights, whatever their numbers.
         if server["error"] is None and server["run"] in (None, run["id"]) and server["receiver"] not in known:
             live += 1
-            serving += server["served"] is not None and (server["served"]["version"] >= sound or _skips(server, head))
+            serving += server["lag"] == 0
     if not live:
         return f"Version {sound:,} is the newest; no receiver reports what it serves"
     return f"{serving} of {_count(live, 'receiver')} serve{'s' * (serving == 1)} the newest version, {sound:,}"
 
 
-def _skips(server: dict[str, Any], head: dict[str, Any]) -> bool:
-    """Return whether a server has seen the head and serves the newest version that it may, such as an exact one."""
-    seen = server["head"] is not None and server["head"]["version"] == head["version"]
-    return seen and server["lag"] == 0 and server["target"] == "head"
+def _lag(server: dict[str, Any], head: dict[str, Any]) -> int | None:
+    served, seen = (server[place] and server[place]["version"] for place in ("served", "head"))
+    return versions_behind(served, server["lag"], seen, server["target"], head["version"], head["sound"])
 
 
 def _count(number: int, noun: str) -> str:

@@ -11,7 +11,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, HeatMap
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
-from vllm_delta_sync.fleet.fleet import Fleet, Replica
+from vllm_delta_sync.fleet.fleet import Fleet, Replica, versions_behind
 from vllm_delta_sync.format.documents import TAGS_PREFIX, Tag, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import public_url
@@ -214,9 +214,7 @@ def _receiver(replica: Replica, head: Manifest | None, created: dict[int, float 
     seen, sound = replica.heartbeat, None if head is None else head.sound
     behind = seconds = None
     if seen.served is not None and sound is not None and head is not None:
-        # One that serves exact versions only skips others, which the run does not tell.
-        skips = (seen.following, seen.head, seen.lag) == ("head", head.version, 0)
-        behind = 0 if skips else max(0, sound - seen.served)
+        behind = versions_behind(seen.served, seen.lag, seen.head, seen.following, head.version, sound)
         served, newest = created.get(seen.served), created.get(sound)
         seconds = None if served is None or newest is None else max(0.0, newest - served)
     return {**replica.document(), "behind": behind, "behind_seconds": seconds}

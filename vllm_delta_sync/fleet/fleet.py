@@ -56,6 +56,24 @@ class StoreClock:
         return modified + self._monotonic() - at
 
 
+def versions_behind(
+    served: int | None, lag: int | None, seen: int | None, target: str | None, head: int, sound: int | None
+) -> int | None:
+    """Return how many versions a receiver is behind the newest one of a run that is not quarantined; None if unknown.
+
+    Args:
+        served, lag, seen, target: what it says of itself: the version served, its own lag, the newest version that it
+            has seen, and what it follows.
+        head, sound: the run's newest version, and the newest that is not quarantined.
+    """
+    if served is None:
+        return None
+    if target == "head" and lag is not None and seen is not None and seen >= head:
+        return lag  # it may skip versions, such as inexact ones, which the run does not tell
+    # One that is held does not read the bucket, so its own lag is that of the time when it was held.
+    return None if sound is None else max(0, sound - served)
+
+
 class FleetLateError(DeltaSyncError):
     """Not all receivers served a version before the timeout."""
 
