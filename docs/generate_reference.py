@@ -175,8 +175,10 @@ def commands() -> Iterator[str]:
     )
     yield (
         "A command that runs until it is interrupted prints such a line for each event: `publish --watch` and `follow` "
-        "for each version, `broker` once, with its addresses. If an "
-        "error ends it, that is the last line. With `--once`, `publish` and `follow` print one line with all versions."
+        "for each version, `broker` and `dashboard` once, with their addresses, `mirror` also for each object that it "
+        "fetches, and at its end. If an error ends it, that is the last line. With `--once`, `publish` and `follow` "
+        "print one line with all versions. With `--json`, the output of the command of `--on-update` is "
+        "on standard error."
     )
     yield (
         "A version is named by number, `head`, `head~2` (two before the head) or `tag:NAME`. Durations are in seconds, "

@@ -18,7 +18,7 @@ import pytest
 from tests.run.machine.killed_folders import TABLE as LARGE_TABLE
 from tests.run.machine.nursery import Nursery
 from tests.support.chains import TABLE, Chain
-from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.commands import answer, delta_sync, kind, parsed, process, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
 from tests.support.marked import MarkedChain
 from tests.support.running import run_python
@@ -434,6 +434,10 @@ def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
     assert [update["version"] for update in document["versions"]] == [1]
     folder = (out / "current").resolve()
     assert document["versions"][0]["directory"] == str(folder)
+    chain.grow()
+    done = process(*arguments, "echo reloaded", "--json")
+    assert parsed(done.out)["data"]["versions"][0]["version"] == 2, "the command's output is not among the lines"
+    assert done.err == "reloaded\n"
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0].startswith("two words 0 ")
     assert lines[1:] == [f"two words 1 {chain.manifests[1].step} {folder}"]

@@ -32,6 +32,9 @@ from vllm_delta_sync.settings import ON_UPDATE_VARIABLES
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow_folder import FollowedVersion
 
+STDERR = 2
+"""File descriptor of standard error."""
+
 
 @command(
     "follow",
@@ -107,7 +110,7 @@ def follow(options: argparse.Namespace) -> Report:
         if not (ends and options.json):
             print_event(options, row, partial(_print, row))
         if on_update:
-            failed = _run(on_update, update)
+            failed = _run(on_update, update, options.json)
         try:
             update = updates.send(failed is None)
         except StopIteration:
@@ -127,13 +130,18 @@ def _split(command: str) -> list[str]:
     return words
 
 
-def _run(command: list[str], update: "FollowedVersion") -> IncompleteError | None:
-    """Run the command for a version; report and return its failure."""
+def _run(command: list[str], update: "FollowedVersion", as_json: bool) -> IncompleteError | None:
+    """Run the command for a version; report and return its failure. Args: as_json: whether output is JSON only."""
     variables = dict(zip(ON_UPDATE_VARIABLES, map(str, (update.folder, update.version, update.step)), strict=True))
     try:
         with ExitStack() as ended:
             with postpone_interrupts(signal.SIGTERM):  # until it is known what is to be ended
-                started = subprocess.Popen(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+                started = subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=STDERR if as_json else None,
+                )
                 ended.enter_context(started)
                 ended.callback(started.kill)
             code = started.wait()
