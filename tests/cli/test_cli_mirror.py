@@ -1,21 +1,26 @@
 """``delta-sync mirror`` as a process: it serves, says what it fetched and served, and ends on either signal."""
 
+import argparse
+import io
 import json
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support.chains import Chain
-from tests.support.commands import delta_sync
+from tests.support.commands import delta_sync, parsed
 from tests.support.ipv6 import needs_ipv6
 from tests.support.running import interruptible
 from tests.support.usage import counted
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.verified import fetch_object
+from vllm_delta_sync.cli.text import print_event
 
 SECONDS = 120
 ENDS = [
@@ -51,6 +56,19 @@ def test_it_serves_until_a_signal(
     assert (fetched["object"], fetched["bytes"]) == (ref.sha256, ref.bytes)
     assert served == {"served_bytes": ref.bytes}
     assert (tmp_path / "to" / ref.sha256).stat().st_size == ref.bytes
+
+
+def test_lines_about_objects_that_are_fetched_at_once_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.001)  # in which another thread prints
+            return super().write(text)
+
+    out, options = Slow(), argparse.Namespace(json=True, command="mirror")
+    monkeypatch.setattr(sys, "stdout", out)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: print_event(options, {"bytes": number}, print), range(40)))
+    assert sorted(parsed(line)["data"]["bytes"] for line in out.getvalue().splitlines()) == list(range(40))
 
 
 def test_without_a_token_it_serves_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TextIO
@@ -14,6 +15,7 @@ from typing import Any, Self, TextIO
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.units import rounded
 
+_printing = threading.Lock()
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -62,14 +64,15 @@ def print_event(options: argparse.Namespace, data: dict[str, Any], show: Callabl
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Print at once what the block prints, while the command goes on.
+    """Print at once what the block prints, while the command goes on; lines of several threads stay whole.
 
     Raises:
         OutputError: it cannot be written. BrokenPipeError: its reader has gone.
     """
     try:
-        yield
-        sys.stdout.flush()
+        with _printing:
+            yield
+            sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
