@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, check_folder, find_checkpoints, locate, step_of
 from trainer_side.model.live_tensors import HEAD, CheckpointTensor, LiveTensors
-from trainer_side.options import PublisherOptions
+from trainer_side.options import PublisherOptions, set_log_format
 from trainer_side.publisher import Publisher
 from trainer_side.slime_deltas import check_frames, delta_index, new_tensors
 from trainer_side.takeover import check_expected_run
@@ -298,6 +298,7 @@ class CheckpointPublisher:
             UsageError: one of these is given. As ``open_run``, except that there need not be a run; and as
             ``Publisher`` for ``expect_run``.
         """
+        set_log_format()  # folders are named in the log before there is a Publisher
         for name, reason in _NOT_FOR_FOLDERS.items():
             if name in options:
                 raise UsageError(f"{name}= is given, but {reason}; leave it out")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import process
 from tests.support.running import run_python
 from tests.support.world import World
 from vllm_delta_sync.logs import log_as_json
@@ -87,3 +88,14 @@ def test_a_publisher_logs_each_version_on_request(tmp_path: Path) -> None:
     assert (line["version"], line["step"], line["changed"], line["level"]) == (1, 7, 10, "INFO")
     assert line["timings_ms"].keys() == {"diff", "encode", "upload", "total"}
     assert line["bytes"] > 0
+
+
+def test_a_publisher_of_folders_does_so_before_it_has_published_any(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-1" / "model.safetensors").write_bytes(b"half")
+    arguments = ("--watch", tmp_path / "out", "--bucket", tmp_path / "run", "--once", "--poll", "0.05")
+    done = process("publish", *arguments, "--json", DELTA_SYNC_LOG_FORMAT="json")
+    assert done.code == 1
+    (line,) = map(json.loads, done.err.splitlines())
+    assert (line["level"], line["event"]) == ("WARNING", "log")
+    assert line["message"].startswith("checkpoint-1 is not published: ")
