@@ -61,6 +61,11 @@ def test_version_and_help() -> None:
     assert "vllm serve --help" in delta_sync("serve", "--help").out
 
 
+def test_help_has_no_colours_with_python_3_14() -> None:
+    parser = cli.build_parser()
+    assert not any(each.color for each in (parser, *parser.children.values(), *parser.commands.values()))
+
+
 def test_help_fits_a_screen() -> None:
     """Of 100 columns; only serve, which lists every setting, is longer than 50 lines."""
     for command in cli.build_parser().commands:

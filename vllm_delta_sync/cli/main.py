@@ -96,6 +96,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self.formatter_class = HelpFormatter
         self.allow_abbrev = False
+        self.color = False  # Python 3.14 colours help by default
         self.children: dict[str, Parser] = {}
 
     def add_subparsers(self, **options: Any) -> Any:
