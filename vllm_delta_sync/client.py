@@ -122,28 +122,30 @@ class Run(RunReader):
         Args:
             target: a model or state dict with the run's tensor names. A model that fuses tensors of its checkpoint in
                 memory (such as the experts of a mixture) has other names. A tensor that is filled under another name
-                (a tied head) need not be in the run.
+                (a tied head) need not be in the run. What is no tensor (``_extra_state``) is left alone.
             version, base: as ``snapshot``.
             strict: whether every tensor of the target must be in the run, and the reverse.
 
         Raises:
-            TensorMismatchError: names or shapes do not fit, a target's dtype cannot hold the values exactly, or a
-                target has no memory (device ``meta``); nothing is written. ModelError: a tensor is sharded in an
-                unsupported way. Otherwise as ``snapshot``.
+            TensorMismatchError: names or shapes do not fit, a target's dtype cannot hold the values exactly, a target
+                has no memory (device ``meta``), or names that the target ties have different values in the run; nothing
+                is written. ModelError: a tensor is sharded in an unsupported way. Otherwise as ``snapshot``.
         """
         import torch
 
-        from vllm_delta_sync.run.partial import any_sharded, check_targets, fill_shards
+        from vllm_delta_sync.run.partial import any_sharded, check_targets, check_ties, fill_shards
 
-        targets = dict(target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target)
+        found = target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target
+        targets = {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
         check_targets(targets, {spec.name: spec for spec in self.table}, strict)
         if any_sharded(targets):
             fill_shards(self, self.resolve(version), targets, base)
             return
+        fresh = {name: tensor for name, tensor in self.tensors(version, base) if name in targets}
+        check_ties(targets, {name: [tensor] for name, tensor in fresh.items()})
         with torch.no_grad():
-            for name, tensor in self.tensors(version, base):
-                if name in targets:
-                    targets[name].copy_(tensor)
+            for name, tensor in fresh.items():
+                targets[name].copy_(tensor)
 
     def sidecar(self, version: Version, name: str) -> bytes:
         """Return the bytes of a sidecar that the publisher stored with a version.

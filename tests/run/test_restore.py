@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Whole
 from tests.support.samples import state_of
-from tests.support.written import assert_bits, find_steps
+from tests.support.written import Written, assert_bits, find_steps
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -22,6 +23,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import apply_step, scratch_file
@@ -151,12 +153,34 @@ def test_model_with_masters_and_a_tied_name_is_filled(tree: Whole) -> None:
     assert model.a is model.tied is tied
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_target_that_ties_what_the_run_has_untied_is_left_alone(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [TensorSpec(name, "F32", (4, 3)) for name in ("embed", "head", "other")]
+    written = Written(MemoryBucket(), table=TensorTable(specs))
+    monkeypatch.setattr("vllm_delta_sync.run.partial.any_sharded", lambda targets: sharded)
+    state = {spec.name: torch.zeros(4, 3) for spec in specs}
+    state["head"] = state["embed"]
+    run = Run(written.bucket)
+    with pytest.raises(TensorMismatchError, match="'embed' and 'head' are one tensor"):
+        run.load_into(state, 0)
+    assert not any(tensor.any() for tensor in state.values())
+    # Of one that ties them too, both are equal.
+    bits = [written.writer.bits[0][0].copy() for _ in specs]
+    written.anchor(bits)
+    run.load_into(state, 1)
+    assert np.array_equal(bits_of(state["head"]), bits[0])
+
+
 def test_target_that_does_not_fit_is_left_alone(tree: Whole) -> None:
     changes: dict[str, Callable[[State], object]] = {
         "'b'": lambda state: state.pop("b"),
         "'extra'": lambda state: state.update(extra=torch.zeros(3)),
         r"\[3, 40\]": lambda state: state.update(a=torch.zeros(3, 40)),
         "cannot hold every": lambda state: state.update(b=torch.zeros(7, dtype=torch.bfloat16)),
+        # Elements of a quantized weight are no values without its scales.
+        "cannot hold every torch.int8": lambda state: state.update(c=torch.zeros(())),
+        # All parameters of some trainers are in one storage.
+        "'beside'": lambda state: state.update(zip(("b", "beside"), torch.zeros(2, 7), strict=True)),
     }
     for named, change in changes.items():
         state = empty_state(tree, change)
@@ -164,6 +188,8 @@ def test_target_that_does_not_fit_is_left_alone(tree: Whole) -> None:
         with pytest.raises(TensorMismatchError, match=named):
             tree.run.load_into(state, 5)
         assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    # Beside tensors there may be the state of a module, such as Transformer Engine's.
+    tree.run.load_into(empty_state(tree, lambda state: state.update(_extra_state=None)), 5)  # type: ignore[call-overload]
     # One that holds a part is filled if asked.
     state = empty_state(tree, lambda state: state.pop("b"))
     state["extra"] = torch.zeros(3)

@@ -30,7 +30,7 @@ from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
 from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.tensors.torch_sharding import Pieces, is_sharded, local_boxes, whole_shape
-from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of, tensor_from_bits
 
 logger = guarded_logger(__name__)
 
@@ -203,11 +203,18 @@ def fill_shards(run: RunReader, manifest: Manifest, targets: TargetTensors, base
     """Write a version's weights into the parts that this process holds. Errors as ``restore_boxes``."""
     pieces_by_name = {spec.name: _pieces(spec.name, targets[spec.name]) for spec in run.table if spec.name in targets}
     boxes = {name: [box for box, _ in pieces] for name, pieces in pieces_by_name.items()}
+    fresh = {
+        name: [
+            tensor_from_bits(bits, TensorSpec(name, run.table.by_name(name).dtype, box.shape))
+            for box, bits in zip(boxes[name], found, strict=True)
+        ]
+        for name, found in restore_boxes(run, manifest, boxes, base).items()
+    }
+    check_ties(targets, fresh)
     with torch.no_grad():
-        for name, found in restore_boxes(run, manifest, boxes, base).items():
-            dtype = run.table.by_name(name).dtype
-            for (box, local), bits in zip(pieces_by_name[name], found, strict=True):
-                local.copy_(tensor_from_bits(bits, TensorSpec(name, dtype, box.shape)))
+        for name, pieces in pieces_by_name.items():
+            for (_, local), tensor in zip(pieces, fresh[name], strict=True):
+                local.copy_(tensor)
 
 
 def _pieces(name: str, target: torch.Tensor) -> Pieces:
@@ -246,13 +253,16 @@ def check_targets(targets: TargetTensors, specs: Mapping[str, TensorSpec], stric
 
 def _check_target(name: str, target: torch.Tensor, spec: TensorSpec) -> None:
     dtype, shape = TORCH_DTYPES[spec.dtype], whole_shape(target)
+    # Elements of a byte, and integers, may be those of a quantized weight, whose values need scales.
+    widens = target.dtype.is_floating_point and spec.element.is_float and min(target.itemsize, dtype.itemsize) > 1
     if shape != spec.shape:
         raise TensorMismatchError(
             f"tensor {name!r} has shape {list(shape)} in the target, {list(spec.shape)} in the run"
         )
-    if target.dtype != dtype and torch.promote_types(target.dtype, dtype) != target.dtype:
+    if target.dtype != dtype and not (widens and torch.promote_types(target.dtype, dtype) == target.dtype):
         raise TensorMismatchError(
-            f"tensor {name!r} is {target.dtype} in the target, which cannot hold every {dtype} of the run"
+            f"tensor {name!r} is {target.dtype} in the target, which cannot hold every {dtype} of the run; give it the "
+            "same dtype, or a wider one if that is floating-point of 16 bits or more"
         )
     if target.is_meta:
         raise TensorMismatchError(
@@ -261,10 +271,31 @@ def _check_target(name: str, target: torch.Tensor, spec: TensorSpec) -> None:
         )
 
 
+def check_ties(targets: TargetTensors, fresh: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """Raise TensorMismatchError if two names of one tensor are to get different values: only the last would stay.
+
+    Args:
+        fresh: what is to be written to the targets of these names, in pieces.
+    """
+    owners: dict[tuple[object, ...], str] = {}
+    for name, pieces in fresh.items():
+        target = targets[name]
+        owner = owners.setdefault(_memory(target), name)
+        if owner == name:
+            continue
+        for one, other in zip(fresh[owner], pieces, strict=True):
+            if not np.array_equal(bits_of(one.to(target.dtype)), bits_of(other.to(target.dtype))):
+                raise TensorMismatchError(
+                    f"tensors {owner!r} and {name!r} are one tensor in the target, and have different values in the "
+                    "run; untie them, for an output head with tie_word_embeddings=False in the model's configuration"
+                )
+
+
 def _memory(target: torch.Tensor) -> tuple[object, ...]:
     """Return an identity that two names of one tensor share."""
     if not is_sharded(target):
-        return (target.untyped_storage().data_ptr(),)
+        # Not that of the storage, in which trainers may keep all parameters.
+        return (target.data_ptr(), *target.shape, *target.stride())
     pieces = local_boxes(target)
     # Partitions of different tensors may share a storage. A tensor without a local part has no address.
     return (pieces[0][1].data_ptr(), *pieces[0][0].shape) if pieces else (None, id(target))
