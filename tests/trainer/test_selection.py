@@ -50,8 +50,9 @@ def change(model: nn.Module, but: str = "none") -> None:
         POLICY,
         {"include": "actor.*", "rename": lambda name: name.removeprefix("actor.")},
         {"include": ["actor.*", "v_*"], "exclude": "v_*", "rename": {"actor.": "", "actor.model.": "model."}},
+        {"include": "actor.*", "rename": lambda name: name.partition(".")[2]},
     ],
-    ids=["exclude", "include", "both"],
+    ids=["exclude", "include", "both", "prefixes"],
 )
 def test_policy_inside_a_larger_module_is_published_as_it_is_saved(
     chosen: dict[str, Any], url: str, tmp_path: Path

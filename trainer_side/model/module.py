@@ -86,11 +86,11 @@ class ModuleForm:
         self._ties = _find_ties(self._model, state)
         self._geometry = _geometry(state)
         self._pretrained = _pretrained_parts(self._model, inside=self._selection.renames)
-        self.routes = self._trace(state)
         # Of tied sources, the selection must leave out all names.
         kept = {self._ties.get(name, name) for name in state if self._selection.keeps(name)}
-        left_out = state.keys() - self._ties.keys() - kept
-        self.excluded = {name for name, route in self.routes.items() if not left_out.isdisjoint(route.sources)}
+        self._left_out = {name for name in state if self._ties.get(name, name) not in kept}
+        self.routes = self._trace(state)
+        self.excluded = {name for name, route in self.routes.items() if self._is_left_out(route)}
         self.aliases = self._checkpoint_aliases(state)
         self._selection.check_used(list(state))
         configured = _configured_dtypes(self._model, state)
@@ -147,11 +147,19 @@ class ModuleForm:
         """Return name in the run → where its elements are in the state."""
         routes: dict[str, Route] = {}
         given: dict[str, str] = {}
-        for name, route in _follow_conversion(self._model, self._pretrained, state).items():
-            renamed = self._selection.renamed(name)
-            note_renamed(given, name, renamed)
-            routes[renamed] = route
+        converted = _follow_conversion(self._model, self._pretrained, state)
+        names = {name: self._selection.renamed(name) for name in converted}
+        published = {names[name] for name, route in converted.items() if not self._is_left_out(route)}
+        for name, route in converted.items():
+            if self._is_left_out(route) and names[name] in published:
+                continue  # as the layers of a critic, once rename has taken the prefixes away
+            note_renamed(given, name, names[name])
+            routes[names[name]] = route
         return routes
+
+    def _is_left_out(self, route: Route) -> bool:
+        """Return whether the selection leaves out a tensor, because it leaves out one of its sources."""
+        return not self._left_out.isdisjoint(route.sources)
 
     def _check_unchanged(self, state: State) -> None:
         geometry = _geometry(state)
