@@ -95,6 +95,42 @@ def test_what_the_base_has_is_left_out_only_while_it_is_the_same(url: str, tmp_p
     assert_holds(open_run(url), 2, later, tmp_path / "base")
 
 
+def test_what_is_left_out_may_change_and_need_not_be_readable(url: str, tmp_path: Path) -> None:
+    actor = qwen3(tied=False)
+    actor.save_pretrained(tmp_path / "base")
+    model: Any = ActorCritic(actor)
+    model.reference = nn.Linear(3, 3, device="meta")
+    model.register_buffer("history", torch.eye(2).to_sparse())
+    with Publisher(
+        model, url, base=tmp_path / "base", include="actor.*", exclude="*.lm_head.*", rename={"actor.": ""}
+    ) as publisher:
+        head, changes = actor.lm_head, iter(range(1, 10))
+
+        def expect_next() -> None:
+            change(actor, but="lm_head")
+            version = publisher.publish(next(changes), wait=True).version
+            publisher.flush()
+            assert version is not None
+            assert_holds(open_run(url), version, saved(actor, tmp_path / str(version)), tmp_path / "base")
+
+        expect_next()
+        model.history = torch.zeros(5)
+        model.reference.to_empty(device="cpu")
+        model.late = nn.Linear(2, 2)
+        del model.critic
+        expect_next()
+        # Offloaded; it is compared again once it is back.
+        kept = head.weight
+        head.weight = nn.Parameter(kept.detach().to("meta"))
+        change(actor, but="lm_head")
+        assert publisher.publish(next(changes), wait=True).version == 3
+        head.weight = nn.Parameter(kept.detach() + 1)
+        with pytest.raises(TensorMismatchError, match=r"'lm_head.weight' is left out"):
+            publisher.publish(next(changes), wait=True)
+        head.weight = kept
+        expect_next()
+
+
 def test_what_differs_from_the_base_at_once_is_refused_before_anything_is_written(url: str, tmp_path: Path) -> None:
     model = qwen3(tied=False)
     model.save_pretrained(tmp_path / "base")

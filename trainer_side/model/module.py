@@ -84,6 +84,7 @@ class ModuleForm:
         self._has_adapters = False
         state, _ = self._read_state()
         self._ties = _find_ties(self._model, state)
+        self._sources = frozenset(state)
         self._geometry = _geometry(state)
         self._pretrained = _pretrained_parts(self._model, inside=self._selection.renames)
         # Of tied sources, the selection must leave out all names.
@@ -107,10 +108,13 @@ class ModuleForm:
     def state(self) -> tuple[State, LoraLayers | None]:
         """Return the module's current tensors, sharded ones unchanged, all others detached.
 
-        With LoRA layers, if the caller merges them, also these; the tensors are those of the base, before they are
-        merged. Raises ModelError, see ``LoraLayers``.
+        What the selection leaves out is there only if it can be read, and could be when this was made. With LoRA
+        layers, if the caller merges them, also these; the tensors are those of the base, before they are merged. Raises
+        ModelError, see ``LoraLayers``.
         """
         state, lora = self._read_state()
+        for name in [name for name in state.keys() - self._sources if not self._selection.keeps(name)]:
+            del state[name]
         self._check_unchanged(state)
         if lora is not None:
             lora.check_ties(self._ties)
@@ -132,7 +136,11 @@ class ModuleForm:
             elif self._described and isinstance(value, torch.Tensor) and value.is_meta:
                 state[name] = value.detach()
             else:
-                state[name] = value if is_sharded(value) else check_readable(name, value)
+                try:
+                    state[name] = value if is_sharded(value) else check_readable(name, value)
+                except ModelError:
+                    if self._selection.keeps(name):
+                        raise
         if not self._has_adapters:
             return state, None
         lora = LoraLayers(self._model, partial(without_wrappers, wrapped=wrapper_prefixes(self._model)))
@@ -163,7 +171,8 @@ class ModuleForm:
 
     def _check_unchanged(self, state: State) -> None:
         geometry = _geometry(state)
-        for name in geometry.keys() ^ self._geometry.keys():
+        # What is left out may change, vanish and come back; what is read of it must still fit the run.
+        for name in (geometry.keys() ^ self._geometry.keys()) - self._left_out:
             change, remedy = ("appeared", "remove it") if name in geometry else ("is gone", "put it back")
             shape, dtype, _ = geometry.get(name) or self._geometry[name]
             raise TensorMismatchError(
@@ -171,6 +180,8 @@ class ModuleForm:
                 f"run are fixed; {remedy}, or start a new run under a new URL"
             )
         for name, (shape, dtype, memory) in geometry.items():
+            if name in self._left_out:
+                continue
             old_shape, old_dtype, old_memory = self._geometry[name]
             if (shape, dtype) != (old_shape, old_dtype):
                 raise changed(name, (shape, dtype), (old_shape, old_dtype))
@@ -180,7 +191,7 @@ class ModuleForm:
                     "and make one for the model in its present state"
                 )
         for alias, owner in self._ties.items():
-            if _identity(state[alias]) != _identity(state[owner]):
+            if alias not in self._left_out and _identity(state[alias]) != _identity(state[owner]):
                 raise TensorMismatchError(
                     f"tensor {alias!r} is no longer tied to {owner!r} as it was when the publisher was made; "
                     "tie the weights again, or start a new run"

@@ -273,13 +273,16 @@ class ModuleParts(RankParts):
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state, _ = self._form.state()
-        owned = {name: _owned_pieces(name, state[name], source) for name, source in self._owned.items()}
+        used = {place.source for name, place in self._places.items() if name not in self.unused}
+        owned = {name: _owned_pieces(name, state[name], self._owned[name]) for name in used & state.keys()}
         whole = (tensor for tensor in state.values() if not is_sharded(tensor))
         self.storages = storages_of(chain(whole, *owned.values()))
         for name, part in self.parts.items():
             if name in self.unused:
                 continue
             place = self._places.get(name)
+            if part.name not in self._form.routes:
+                continue  # left out, and gone
             if place is None:
                 yield name, self._form.routes[part.name].read(state)
                 continue
