@@ -211,6 +211,30 @@ def test_gathered_weights(url: str, tmp_path: Path) -> None:
     assert_holds(open_run(url), 2, saved(actor, tmp_path / "saved"), tmp_path / "base")
 
 
+def test_gathered_weights_that_are_left_out_give_way(url: str, tmp_path: Path) -> None:
+    actor = qwen3_moe()
+    actor.save_pretrained(tmp_path / "base")
+    model = ActorCritic(actor)
+    chosen: dict[str, Any] = {"include": "actor.*", "rename": lambda name: name.partition(".")[2]}
+    publisher = gathered_publisher(url, tmp_path / "base", **chosen)
+    assert publisher is not None
+    with publisher:
+        change(model)
+        publisher.publish(1, wait=True, weights=gathered(model))
+        publisher.flush()
+        # Which names are published is known now.
+        backwards = sorted(gathered(model), key=lambda pair: pair[0].startswith("actor."))
+        assert publisher.publish(2, wait=True, weights=backwards).changed == 0
+    assert_holds(open_run(url), 2, saved(actor, tmp_path / "saved"), tmp_path / "base")
+    publisher = gathered_publisher(url, tmp_path / "base", **chosen)
+    assert publisher is not None
+    with (
+        publisher,
+        pytest.raises(ModelError, match=r"'critic.*', which is left out, and 'actor.* first, or let rename"),
+    ):
+        publisher.publish(3, weights=backwards)
+
+
 def gathered_of(model: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in gathered(model) if name.startswith(prefix)]
 

@@ -53,6 +53,7 @@ class StreamedWeights(LiveTensors):
         self._routes: list[tuple[str, Route]] = []
         self._routes_by_source: dict[str, list[int]] = {}
         self._selection = Selection()
+        self._published: set[str] = set()
         self.excluded: set[str] = set()
         forms: list[ModuleForm] = []
         for module in _meta_modules(folder):
@@ -120,13 +121,25 @@ class StreamedWeights(LiveTensors):
     def _selected(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under their names in the base; of those left out, only what the base has."""
         given: dict[str, str] = {}
+        left_out: set[str] = set()
         for name, value in pairs(weights):
             kept, renamed = self._selection.keeps(name), self._selection.renamed(name)
             numbers = self._routes_by_source.get(renamed, [])
             targets = [self._routes[number][0] for number in numbers] or [renamed]
-            if not kept:
+            if kept:
+                self._published.add(renamed)
+                if renamed in left_out:
+                    raise ModelError(
+                        f"rename gives {given[renamed]!r}, which is left out, and {name!r} the same name, {renamed!r}; "
+                        f"yield {name!r} first, or let rename leave the other one as it is"
+                    )
+            else:
+                # As in a module, it gives way to what is published under that name.
+                if renamed in self._published:
+                    continue
                 if not numbers and renamed not in self.tensors and renamed not in self.aliases:
                     continue
+                left_out.add(renamed)
                 self.excluded.update(targets)
             note_renamed(given, name, renamed)
             yield renamed, value
