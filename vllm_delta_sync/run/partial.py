@@ -261,8 +261,8 @@ def _check_target(name: str, target: torch.Tensor, spec: TensorSpec) -> None:
         )
     if target.dtype != dtype and not (widens and torch.promote_types(target.dtype, dtype) == target.dtype):
         raise TensorMismatchError(
-            f"tensor {name!r} is {target.dtype} in the target, which cannot hold every {dtype} of the run; give it the "
-            "same dtype, or a wider one if that is floating-point of 16 bits or more"
+            f"tensor {name!r} is {target.dtype} in the target, and {dtype} in the run; give the target the same dtype, "
+            "or, for floating-point numbers of 16 bits or more, a wider one"
         )
     if target.is_meta:
         raise TensorMismatchError(
