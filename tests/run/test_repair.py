@@ -415,6 +415,19 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
         assert whole.bucket.get(side.RETENTION_KEY) == mirror.get(side.RETENTION_KEY)
 
 
+def test_object_of_a_version_that_was_given_up_comes_back_if_a_kept_one_needs_it() -> None:
+    """Also after a repair without a mirror, which must not record it as gone."""
+    whole = Whole()
+    whole.deltas(*["plain"] * 8)
+    mirror = whole.bucket.copy()
+    whole.bucket.delete(whole.object_of(5))
+    collect(whole.run, RetentionPolicy(keep_last=1, keep_every=4, min_age=0.0), now=whole.bucket.clock + 1e7)
+    report = repair(whole.run)
+    assert (report.repaired, report.unreadable) == ([], [8])
+    assert repair(whole.run, mirror=mirror).lost == []
+    assert 8 in whole.readable()
+
+
 def test_damaged_manifest_of_a_version_that_was_given_up_is_not_said_to_be_repaired() -> None:
     whole = Whole()
     whole.deltas(*["plain"] * 12)

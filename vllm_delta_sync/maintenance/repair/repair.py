@@ -142,8 +142,10 @@ def _round(
         wanted.append(HEAD_KEY)
     wanted = list(dict.fromkeys(wanted))
     lost = [number for key in wanted if (number := version_of_key(key)) is not None]
-    # A version that has no good manifest and is not missed was given up by a collection, which has recorded that.
-    gone = [number for number in lost if number in audit.manifests and number not in report.unreadable]
+    # A version that has no good manifest and is not missed was given up by a collection, which has recorded that. What
+    # leads to an unreadable version is needed again once it is found: of what is gone, a mirror restores nothing.
+    last = max(report.unreadable, default=-1)
+    gone = [number for number in lost if number in audit.manifests and number > last]
     if gone:
         with suppress(ConflictError):  # a collection is running; the next call does it
             done.append(_record_gone(run, gone, report.versions))
