@@ -119,7 +119,7 @@ def reasons(url: str, *flags: str) -> str:
 
 
 def test_gc_says_why_nothing_goes(url: str) -> None:
-    assert reasons(url, "--yes") == "23 objects are needed by kept versions, or by servers on their way"
+    assert reasons(url, "--yes") == "23 objects are needed by versions to keep, or by servers on their way"
     young = reasons(url, "--keep-last", "1", "--min-age", "30h")
     assert re.search(
         r"objects were put less than 108000 s ago \(--min-age\); the first can be removed in 21\d\d\d s$", young

@@ -283,7 +283,9 @@ class _Planner:
         fresh = [info for info in others if info.key in young or self._is_young(info)]
         lines = []
         if len(left) > len(others):
-            lines.append(f"{len(left) - len(others)} objects are needed by kept versions, or by servers on their way")
+            lines.append(
+                f"{len(left) - len(others)} objects are needed by versions to keep, or by servers on their way"
+            )
         if fresh:
             age = self._policy.min_age
             wait = math.ceil(max(0, age - max(map(self._age, fresh))))
