@@ -71,6 +71,7 @@ def calls(bucket: Bucket) -> dict[str, Callable[[], object]]:
         (401, "", AccessError, "check"),
         (403, "AccessDenied", AccessError, "s3:PutObject"),
         (403, "RequestTimeTooSkewed", AccessError, "clock"),
+        (403, "InvalidObjectState", StoreError, "lifecycle rule"),
         (408, "", UnavailableError, "try again"),
         (425, "", UnavailableError, "try again"),
         (429, "", UnavailableError, "try again"),
@@ -187,6 +188,10 @@ def test_refusals_by_other_clouds(scheme: str, remedy: str, answers: Answers) ->
     answers.reply = refusing(503, "ServerBusy")
     with pytest.raises(UnavailableError):
         bucket.get("key")
+    if scheme == "az":
+        answers.reply = refusing(409, "BlobArchived")
+        with pytest.raises(StoreError, match="lifecycle rule"):
+            bucket.get("key")
     answers.reply = refusing(404, "ContainerNotFound")
     with pytest.raises(NotFoundError, match="does not exist"):
         bucket.get("key")

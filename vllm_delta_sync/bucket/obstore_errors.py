@@ -51,6 +51,7 @@ _REPEATED_CODES = (
     "Throttling",
     "IDPCommunicationError",
 )
+_ARCHIVED_CODES = "InvalidObjectState", "BlobArchived"
 _REFUSED_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthenticationFailed")
 _MACHINE = re.compile(r"/latest/(?:api/token|meta-data)|computeMetadata|metadata/identity/oauth2")
 """Metadata services, where machines of a cloud get credentials if the environment has none."""
@@ -150,6 +151,8 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
         return StoreError(f"{failed}; http:// is allowed only for a configured endpoint: set store_endpoint")
     if _MACHINE.search(full_text) or _ISSUERS.search(full_text) or _from_container(full_text):
         return _without_credentials(cause, full_text, request)
+    if cause.code in _ARCHIVED_CODES:
+        return StoreError(f"{failed}; restore it from the archive, and let no lifecycle rule archive objects of a run")
     if (
         isinstance(error, PermissionDeniedError | UnauthenticatedError)
         or cause.status in (401, 403)
