@@ -1,5 +1,6 @@
 """Branches: they begin at the very bits of a version, copy nothing, and keep what they need, wherever that lies."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,7 @@ from tests.support.marked import Marking
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from tests.support.store_faults import failing_put
+from trainer_side import Publisher
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket import base as bucket_base
 from vllm_delta_sync.bucket.local import LocalBucket
@@ -32,6 +34,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.manifest import Manifest, RunInfo, version_key
 from vllm_delta_sync.maintenance.branch import branch, branch_tag
+from vllm_delta_sync.maintenance.compact import compact
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 from vllm_delta_sync.run.partial import restore_boxes
@@ -95,6 +98,24 @@ def test_a_branch_begins_at_a_quarantined_version_only_where_it_is_named(tmp_pat
                 branch(run, None, str(tmp_path / "none"))
     assert same(branch(run, None, str(tmp_path / "newest")), None, writer.bits[1])
     assert same(branch(run, 3, str(tmp_path / "named")), None, writer.bits[3])
+
+
+def test_a_branch_that_stores_its_first_version_outlives_its_source(source: Source, tmp_path: Path) -> None:
+    """As docs/targets.md advises: a milestone, which stays also when a later anchor leads to the newest version."""
+    run, bits = source
+    made = branch(run, 9, str(tmp_path / "branch"))
+    set_tag(made, "start", 0, milestone=True)
+    compact(made, merged_deltas=False, anchor="tag:start")
+    shutil.rmtree(tmp_path / "source")
+    tensors = dict(made.tensors())
+    with Publisher(list(tensors.items()), made.bucket.url) as publisher:
+        for tensor in tensors.values():
+            tensor.view(-1)[0] += 1
+        publisher.publish(1, wait=True)
+        publisher.anchor()
+    collect(made, RetentionPolicy(keep_last=2, min_age=0.0))
+    assert made.anchors() == [0, 1]
+    assert all(map(np.array_equal, made.snapshot(0).bits, bits[9]))
 
 
 def test_a_branch_keeps_its_version(source: Source, tmp_path: Path) -> None:
