@@ -156,6 +156,29 @@ def test_a_collection_that_stood_still_for_too_long_is_taken_over_from_and_stops
         assert collect(grown.run_, RetentionPolicy(keep_last=1)).head == 16
 
 
+def test_a_collection_counts_the_time_in_which_its_machine_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a laptop that is closed: Linux's monotonic clock stands still meanwhile."""
+    grown, asleep = long_run(tmp_path, 16), 0.0
+    uptime = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: uptime(clock) + asleep * (clock == time.CLOCK_BOOTTIME))
+
+    def sleep(action: str, key: str) -> None:
+        nonlocal asleep
+        if action == "delete":
+            grown.memory.after = lambda action, key: None
+            asleep = CLAIM_SECONDS + 2.0
+            grown.memory.clock += asleep
+            collect(grown.run_, RetentionPolicy(keep_last=8))
+
+    grown.memory.after = sleep
+    with pytest.raises(ConflictError, match="stood still"):
+        collect(grown.run_, FEW)
+    assert asleep
+    assert grown.equals(16)
+
+
 def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_claim_holds(tmp_path: Path) -> None:
     grown = long_run(tmp_path, 16)
 

@@ -34,7 +34,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, version_key
 from vllm_delta_sync.maintenance.gc.contents import RunContents, check_current, survey
-from vllm_delta_sync.maintenance.gc.lock import CollectionLock
+from vllm_delta_sync.maintenance.gc.lock import CollectionLock, uptime
 from vllm_delta_sync.maintenance.gc.policy import CollectionPlan, RetentionPolicy, plan_collection, reachable
 from vllm_delta_sync.maintenance.gc.record import ranges
 from vllm_delta_sync.run.run_reader import RunReader
@@ -86,7 +86,7 @@ def collect(
     dry_run: bool = False,
     progress: Progress | None = None,
     now: float | None = None,
-    monotonic: Callable[[], float] = time.monotonic,
+    monotonic: Callable[[], float] = uptime,
 ) -> CollectionReport:
     """Remove what the versions that the policy keeps do not need. Each kept version can be rebuilt bit for bit.
 

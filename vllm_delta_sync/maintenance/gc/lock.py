@@ -39,6 +39,11 @@ KEPT = 4
 """Number of newest claims that stay in the bucket."""
 
 
+def uptime() -> float:
+    """Return the seconds since this machine started; unlike ``time.monotonic``, also those in which it slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class CollectionLock:
     """The exclusive right to remove things from a run. Threads may share it.
 
@@ -46,7 +51,7 @@ class CollectionLock:
         monotonic: this machine's clock, in seconds.
     """
 
-    def __init__(self, run: RunReader, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: RunReader, monotonic: Callable[[], float] = uptime) -> None:
         self._run, self._monotonic = run, monotonic
         self._holder = secrets.token_hex(16)
         self._renewing = threading.Lock()
