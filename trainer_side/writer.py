@@ -322,7 +322,7 @@ class RunWriter:
     def check_not_fenced(self) -> None:
         """Raise ConflictError if this is no longer the writer of the run, or the run was removed.
 
-        Takes one small get and one stat; in parallel, where the store is remote.
+        Takes two small gets and one stat; the first get in parallel, where the store is remote.
         """
         checks = (self._check_same_run, self._check_epoch)
         run_all = in_parallel if is_remote(self._bucket.url) else map
@@ -354,8 +354,9 @@ class RunWriter:
         key = claim_key(self.epoch + 1)
         if not exists(bucket, key):
             key = claim_key(self.epoch)
-            # Only where create-if-absent is not atomic can another writer have replaced it.
-            if own is None or bucket.supports_conditional_put or has_content(bucket, key, own, if_missing=True):
+            # Another writer has the same epoch where create-if-absent is not atomic, and if it took over after the
+            # bucket was restored to a state before the own claim.
+            if own is None or has_content(bucket, key, own, if_missing=True):
                 return
         raise ConflictError(
             f"another publisher has taken over the run at {bucket.url} ({key}); this one stops: nothing it publishes "

@@ -282,6 +282,28 @@ def test_two_that_take_over_at_once_get_different_epochs(bucket: Hooked, trainer
     assert_holds(bucket, 1, trainer.live)
 
 
+def test_writer_of_the_same_epoch_after_a_restored_backup_stops_the_former_one(
+    bucket: Hooked, trainer: Trainer
+) -> None:
+    """The backup has no claim of the former one, so the next to take over gets the same epoch."""
+    Publisher(trainer.live, bucket).close()
+    backup = {info.key: bucket.get(info.key) for info in bucket.list()}
+    former, theirs = Publisher(trainer.live, bucket, merge=False), trainer.copy()
+    publish(former, trainer)
+    for info in list(bucket.list()):
+        bucket.delete(info.key)
+    for key, data in backup.items():
+        bucket.put(key, data)
+    with Publisher(theirs, Hooked(bucket.folder)) as later:
+        trainer.step()
+        former.publish(step=2)
+        assert_stopped(former, "taken over")
+        next(iter(theirs.values())).data += 1
+        later.publish(step=3, wait=True)
+    assert epochs(bucket) == [0, 1]
+    assert_holds(bucket, 1, theirs)
+
+
 def test_manifest_of_the_same_or_a_later_epoch_is_a_conflict(bucket: Hooked, trainer: Trainer) -> None:
     Publisher(trainer.live, bucket).close()
     for ahead in (0, 1):
