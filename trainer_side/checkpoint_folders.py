@@ -31,6 +31,7 @@ from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.slime import folder_name
 from vllm_delta_sync.errors import (
     ChainError,
+    ConflictError,
     DataError,
     DeltaSyncError,
     FormatError,
@@ -435,6 +436,13 @@ class CheckpointPublisher:
     def __exit__(self, *raised: Any) -> None:
         self._closing.__exit__(*raised)
 
+    def _is_current(self) -> bool:
+        """Return whether the run is still there: it may be long since it was read."""
+        try:
+            return self.run.is_current()
+        except NotFoundError:
+            return False
+
     def _known_specs(self, delta: CheckpointFolder) -> Mapping[str, TensorSpec]:
         """Return the tensors of the run, or of the base that it will begin with; a head only if the delta has one."""
         if self._exists or self.base is None:
@@ -446,7 +454,17 @@ class CheckpointPublisher:
     def _open(
         self, checkpoint: CheckpointFolder, specs: Mapping[str, TensorSpec], step: int, progress: Progress | None
     ) -> Publisher:
-        """Begin the run, with the checkpoint or the base as version 0, or take it over. Args: specs: its tensors."""
+        """Begin the run, with the checkpoint or the base as version 0, or take it over. Args: specs: its tensors.
+
+        Raises:
+            ConflictError: the run is gone, and what was read of it fits no other. Otherwise as
+                ``Publisher``.
+        """
+        if self._exists and not self._is_current():
+            raise ConflictError(
+                f"run {self.run.info.run} at {self.run.bucket.url} was removed or replaced; start again, which "
+                "continues what is there then, or begins a run"
+            )
         if self._exists and self.base is None and checkpoint.delta is None:
             _check_same_tensors(checkpoint, {spec.name: spec for spec in self.run.table}, "the run")
         has_values = checkpoint.delta is None and (self._exists or self.base is None)

@@ -640,6 +640,27 @@ def test_a_publisher_that_was_fenced_ends(out: Path, url: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_that_was_removed_before_the_first_checkpoint_is_not_begun_again(
+    replaced: bool, out: Path, url: str
+) -> None:
+    """What was read of it does not fit another: a new run would have no files of the model."""
+    write_checkpoint(out / "checkpoint-1", weights(1))
+    watch_once(out, url)
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert [result.outcome for result in watcher.watch(once=True)] == ["older"]
+        shutil.rmtree(url)
+        if replaced:
+            with CheckpointPublisher(url) as other:
+                other.publish(write_checkpoint(out.parent / "other" / "checkpoint-1", weights(5)))
+        write_checkpoint(out / "checkpoint-2", weights(2))
+        with pytest.raises(ConflictError, match=r"was removed or replaced; start again"):
+            list(watcher.watch(once=True))
+    assert steps_of(url) == [1] if replaced else not Path(url).exists()
+    assert watch_once(out, url)[-1] == ("checkpoint-2", "published", 1)
+
+
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
     """For beginning a run, and for taking it over with changes; the model has 320 MB, its largest tensor 16 MB. Taking
     over downloads the anchor, which takes memory for the pieces under way."""
