@@ -84,7 +84,7 @@ def test_a_version_that_other_documents_lead_to_needs_its_own_objects_no_more(lo
     whole.flip(whole.object_of(lost))
     before = contents(whole)
     report = repair(whole.run)
-    gone = f"{side.RETENTION_KEY}: says that the objects of versions {lost} are gone; other documents lead there"
+    gone = f"{side.RETENTION_KEY}: says that the objects of versions {lost} are gone; no kept version needs them"
     assert (report.repaired, report.lost, report.unreadable) == ([gone], [], [])
     assert {key for key, data in contents(whole).items() if before.get(key) != data} - {side.RETENTION_KEY} == {
         key for key in whole.bucket.held if key.startswith("collections/")

@@ -36,7 +36,7 @@ ROUNDS = 16
 
 HELP = (
     "a mirror that has them can restore them (--mirror); without one, publisher.anchor() of a running publisher, or "
-    "its next start, continues the run with an anchor"
+    "its next start, continues the run with an anchor; and delta-sync gc gives up those that it need not keep"
 )
 
 
@@ -206,7 +206,7 @@ def _record_gone(run: RunReader, versions: list[int], end: int) -> str:
     finally:
         lock.release()
     return (
-        f"{RETENTION_KEY}: says that the objects of versions {spelled(versions)} are gone; other documents lead there"
+        f"{RETENTION_KEY}: says that the objects of versions {spelled(versions)} are gone; no kept version needs them"
     )
 
 
