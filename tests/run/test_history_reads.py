@@ -94,6 +94,27 @@ def test_a_poll_without_news_asks_for_the_head_and_the_version_that_may_follow(t
     assert sorted(bucket.asked) == sorted([HEAD_KEY, version_key(1), *again])
 
 
+@pytest.mark.parametrize("pointed", [None, 2])
+def test_where_head_json_is_lost_or_far_behind_a_poll_begins_at_what_is_known(
+    pointed: int | None, tmp_path: Path
+) -> None:
+    chain = Chain(tmp_path)
+    chain.grow(8)
+    bucket = Far(chain.folder)
+    run = RunReader(bucket)
+    known = run.head()
+    bucket.delete(HEAD_KEY)
+    if pointed is not None:
+        chain.head(pointed)
+    assert run.reachable_head(known) == (known, None)
+    bucket.asked.clear()
+    assert run.reachable_head(known) == (known, None)
+    assert bucket.asked == [HEAD_KEY, version_key(8), version_key(9)]
+    for version in (6, 7, 8):  # as by a backup that is restored
+        bucket.delete(version_key(version))
+    assert run.reachable_head(known)[0].version == 5
+
+
 def test_a_poll_notices_another_run_in_the_place(tmp_path: Path) -> None:
     chain = Chain(tmp_path / "first")
     run = RunReader(chain.bucket)
@@ -123,7 +144,7 @@ def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path
         assert known.version == found
         # HEAD.json names version 1.
         assert sorted(key for key in bucket.asked if key.startswith(VERSIONS_PREFIX)) == [
-            version_key(version) for version in range(1 + (before.version == 1), before.version + 2)
+            version_key(version) for version in range(before.version + (before.version == 1), before.version + 2)
         ]
     assert run.reachable_head()[0].version == 3
 

@@ -303,6 +303,8 @@ class RunReader:
     def _read_from(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.pointer: Head | None = None
+        # HEAD.json when the head was found last, and the digest of that.
+        self._reached: tuple[Head | None, str] | None = None
         # The last manifest parsed that has a fingerprint of each tensor: each poll reads it while it is the head.
         self._whole: Manifest | None = None
         self._prefetcher = Prefetcher(bucket)
@@ -429,9 +431,10 @@ class RunReader:
                 after it that are not under way are left for the next call: to learn that there is none takes a round
                 trip.
 
-        Reads the manifests from HEAD.json on. If HEAD.json or the manifest it names is bad, a listing of the bucket
-        gives the newest good manifest before it. A damaged manifest is skipped if a later one names its bytes as its
-        parent: a publisher has then continued after it.
+        Reads the manifests from HEAD.json on, or from ``known`` if that was found so from the same HEAD.json before. If
+        HEAD.json or the manifest it names is bad, a listing of the bucket gives the newest good manifest before it. A
+        damaged manifest is skipped if a later one names its bytes as its parent: a publisher has then continued after
+        it.
 
         Raises:
             NotFoundError: nothing is published yet. StoreError: the store failed.
@@ -456,7 +459,9 @@ class RunReader:
             if found.version > end:
                 return found, None
             return found if found.version < end else before, error
-        return self._probe(manifest, known)
+        newest, problem = self._probe(manifest, known)
+        self._reached = head, newest.digest
+        return newest, problem
 
     def _probe(self, newest: Manifest, known: Manifest | None) -> tuple[Manifest, DeltaSyncError | None]:
         """Return the newest good manifest from ``newest`` on, and the error of the one after it.
@@ -506,6 +511,11 @@ class RunReader:
     def _pointed_at(self, head: Head | None, known: Manifest | None) -> Manifest:
         if known is not None and head is not None and (head.version, head.manifest) == (known.version, known.digest):
             return known
+        if known is not None and self._reached == (head, known.digest):
+            # Otherwise each poll would read all versions after a HEAD.json that is lost or stays behind.
+            with suppress(DataError):
+                if self.manifest(known.version).digest == known.digest:
+                    return known
         manifest = self.manifest(0 if head is None else head.version)
         if head is not None and manifest.digest != head.manifest:
             raise ChainError(
