@@ -18,12 +18,13 @@ from typing import Any
 from trainer_side.options import PublisherOptions
 from trainer_side.run_weights import FullState
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.base import exists, has_content, has_object, reads_back
+from vllm_delta_sync.bucket.base import exists, has_object, reads_back
 from vllm_delta_sync.bucket.threads import in_parallel, start_call
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import (
     ConflictError,
+    DataError,
     DeltaSyncError,
     FormatError,
     LimitError,
@@ -37,7 +38,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.documents import claim_key
+from vllm_delta_sync.format.documents import Claim, claim_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
@@ -350,18 +351,29 @@ class RunWriter:
 
     def _check_epoch(self) -> None:
         """Raise ConflictError if a later epoch is claimed, or another writer's claim replaced the own one."""
-        bucket, own = self._bucket, self._claim_data
         key = claim_key(self.epoch + 1)
-        if not exists(bucket, key):
-            key = claim_key(self.epoch)
+        if not exists(self._bucket, key):
             # Another writer has the same epoch where create-if-absent is not atomic, and if it took over after the
             # bucket was restored to a state before the own claim.
-            if own is None or has_content(bucket, key, own, if_missing=True):
+            key = claim_key(self.epoch)
+            if not self._is_replaced(key):
                 return
         raise ConflictError(
-            f"another publisher has taken over the run at {bucket.url} ({key}); this one stops: nothing it publishes "
-            "from now on would be kept"
+            f"another publisher has taken over the run at {self._bucket.url} ({key}); this one stops: nothing it "
+            "publishes from now on would be kept"
         )
+
+    def _is_replaced(self, key: str) -> bool:
+        """Return whether another writer's claim is in place of the own one; one that is damaged or missing is none."""
+        if self._claim_data is None:
+            return False
+        own = Claim.from_bytes(self._claim_data, key)
+        try:
+            found = Claim.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key)
+        except DataError:
+            return False
+        # Not by one of them: a bit that flipped may be in it.
+        return found.writer != own.writer and found.created_at != own.created_at
 
     # Where create-if-absent is not atomic
 

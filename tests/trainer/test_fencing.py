@@ -304,6 +304,20 @@ def test_writer_of_the_same_epoch_after_a_restored_backup_stops_the_former_one(
     assert_holds(bucket, 1, theirs)
 
 
+def test_claim_that_is_damaged_or_lost_stops_no_writer(bucket: Hooked, trainer: Trainer) -> None:
+    Publisher(trainer.live, bucket).close()
+    with Publisher(trainer.live, bucket) as publisher:
+        own = bucket.get(claim_key(1))
+        at = own.index(b'"writer":"') + 10
+        bucket.put(claim_key(1), own[:at] + (b"0" if own[at : at + 1] != b"0" else b"1") + own[at + 1 :])
+        publish(publisher, trainer)
+        bucket.put(claim_key(1), b"{")
+        publish(publisher, trainer)
+        bucket.delete(claim_key(1))
+        publish(publisher, trainer)
+    assert epochs(bucket) == [0, 1, 1, 1]
+
+
 def test_manifest_of_the_same_or_a_later_epoch_is_a_conflict(bucket: Hooked, trainer: Trainer) -> None:
     Publisher(trainer.live, bucket).close()
     for ahead in (0, 1):

@@ -56,7 +56,7 @@ def changed(document: type[Document], **fields: str) -> Callable[[bytes], bytes]
 
 
 their_manifest = changed(Manifest, created_at="2030-01-01T00:00:00Z")
-their_claim = changed(Claim, writer="f" * 32)
+their_claim = changed(Claim, writer="f" * 32, created_at="2030-01-01T00:00:00Z")
 their_run = changed(RunInfo, run="e" * 32)
 
 
