@@ -471,12 +471,20 @@ def function_lines(node: Any) -> Iterator[str]:
 def split_arguments(arguments: ast.arguments) -> Iterator[str]:
     defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
     for given, default in zip(arguments.args, defaults, strict=True):
-        if given.arg == "make_options":  # ``takes_options``
-            yield "**options: Unpack[PublisherOptions]"
-            continue
-        text = given.arg if given.annotation is None else f"{given.arg}: {ast.unparse(given.annotation)}"
-        whole = text if default is None else f"{text} = {ast.unparse(default)}"
-        yield whole.replace("'", '"')
+        # ``takes_options``
+        yield "**options: Unpack[PublisherOptions]" if given.arg == "make_options" else parameter(given, default)
+    if arguments.vararg is not None:
+        yield f"*{parameter(arguments.vararg)}"
+    elif arguments.kwonlyargs:
+        yield "*"
+    yield from map(parameter, arguments.kwonlyargs, arguments.kw_defaults)
+    if arguments.kwarg is not None:
+        yield f"**{parameter(arguments.kwarg)}"
+
+
+def parameter(given: ast.arg, default: ast.expr | None = None) -> str:
+    text = given.arg if given.annotation is None else f"{given.arg}: {ast.unparse(given.annotation)}"
+    return (text if default is None else f"{text} = {ast.unparse(default)}").replace("'", '"')
 
 
 def docstring(node: Any, indent: str) -> Iterator[str]:

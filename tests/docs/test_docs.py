@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import torch
 from tests.support import running
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from tests.support.tiny import make_model, save_checkpoint
-from trainer_side import Publisher
+from trainer_side import DeltaSyncCallback, Publisher
+from trainer_side.integrations.peft import adapter_publisher
 from trainer_side.result import Seconds
-from vllm_delta_sync import cli, open_run
+from vllm_delta_sync import cli, follow, open_run
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name
@@ -122,6 +124,15 @@ def test_python_compiles_and_imports_what_exists(path: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     running.run_python("docs/generate_reference.py", "--check")
+
+
+@pytest.mark.parametrize("call", [DeltaSyncCallback, adapter_publisher, follow], ids=lambda call: call.__name__)
+def test_the_reference_has_every_argument(call: Any) -> None:
+    sections = (ROOT / "docs" / "REFERENCE.md").read_text().split("\n### ")
+    section = next(text for text in sections if re.match(rf"`from .*\b{call.__name__}\b", text))
+    [shown] = re.findall(rf"(?:class {call.__name__}:.*?def __init__|def {call.__name__})\((.*?)\) -> ", section, re.S)
+    # Names, each after a bracket or a comma; the stars of ``*args`` and ``**options`` are no part of them.
+    assert set(inspect.signature(call).parameters) <= set(re.findall(r"(?:^|[,(*])\s*(\w+)", shown))
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
