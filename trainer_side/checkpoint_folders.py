@@ -286,7 +286,7 @@ class CheckpointPublisher:
         newest: manifest of the newest version; None if there is none yet. base: as given.
     """
 
-    def __init__(self, bucket: str, base: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, bucket: str | Path, base: str | Path | None = None, **options: Any) -> None:
         """Read what the bucket holds; the first ``publish`` opens the run for writing.
 
         Args:
@@ -322,7 +322,7 @@ class CheckpointPublisher:
         if expected is not None and expected != found:
             # Folders that are older than the newest version are left out without opening a publisher.
             self._closing.close()
-            check_expected_run(bucket, found, expected)
+            check_expected_run(str(bucket), found, expected)
 
     @property
     def run(self) -> Run:

@@ -267,7 +267,7 @@ class Committer:
         failure: BaseException | None,
     ) -> _RankContents:
         """Store this rank's objects; an error is recorded, since other ranks wait for an answer in any case."""
-        own = _RankContents(self._options.codec, found=pending.changed)
+        own = _RankContents(self._options.delta_codec, found=pending.changed)
 
         def check() -> None:
             if failure is not None:

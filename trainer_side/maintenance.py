@@ -57,7 +57,7 @@ class BackgroundMaintenance:
         self._ended = threading.Event()
         self._unmade: list[int] = []  # milestones whose anchor is asked for and not begun, or was stopped
         # Only a process that publishes alone has all changes; of the others, ``delta-sync compact`` merges.
-        self.recent = RecentDeltas() if options.merge and options.codec in BASE_CODECS and alone else None
+        self.recent = RecentDeltas() if options.merge and options.delta_codec in BASE_CODECS and alone else None
         self._threads = [threading.Thread(target=self._serve, name=THREAD_NAME)]
         if options.keyring.has_signing_key:
             # A daemon, which does not keep the process alive: an expired HEAD shows that the publisher has ended.

@@ -75,7 +75,7 @@ def _encoding(baseline: Baseline, options: PublisherOptions) -> int:
     block = limits.block_elements * (2 * (8 + width) + 2 + 2 * width)
     in_pieces = limits.log_bytes + block + max((spec.numel // 8 for spec in own), default=0)
     # A copy of one tensor: its base bits or, if the baseline is on a device, its bits.
-    copied = largest if options.codec == "tiled" or baseline.location == "device" else 0
+    copied = largest if options.delta_codec == "tiled" or baseline.location == "device" else 0
     return max(in_memory, in_pieces) + copied
 
 

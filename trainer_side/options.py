@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
@@ -42,7 +41,6 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 Ratio = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
-ChosenCodec = Annotated[Codec, BeforeValidator(lambda codec: "tiled" if codec == "auto" else codec)]
 
 
 class Checked:
@@ -153,7 +151,7 @@ class PublisherOptions(Checked):
     """The arguments of ``Publisher`` beside the model, with their defaults and checks.
 
     Args:
-        bucket: URL of a run (or an open bucket, which the caller closes).
+        bucket: URL or path of a run (or an open bucket, which the caller closes).
         base: checkpoint directory that servers start from, or a public model as ``org/name@revision``. It decides
             names and dtypes; where it is quantized, weights are quantized as it was (docs/quantized.md). If the
             weights equal its bits, version 0 is a reference to it and uploads nothing; otherwise version 0 is a
@@ -210,20 +208,20 @@ class PublisherOptions(Checked):
             only call ``status``. An exception of it is logged.
 
     Attributes:
-        selection: of ``include``, ``exclude`` and ``rename``.
+        delta_codec: ``codec``, or what ``auto`` stands for. selection: of ``include``, ``exclude`` and ``rename``.
         keyring: signs, and knows the trusted keys; empty before ``load_keys``.
     """
 
-    bucket: SkipValidation[str | Bucket]
-    base: SkipValidation[str | Path | None] = None
+    bucket: str | Path | Bucket
+    base: str | Path | None = None
     every: Count = 1
-    codec: ChosenCodec = "tiled"
+    codec: Codec | Literal["auto"] = "tiled"
     compression: Compression = "zstd"
-    notice: SkipValidation[str | None] = None
+    notice: str | None = None
     _: KW_ONLY
-    files: SkipValidation[str | Path | None] = None
-    notice_key: SkipValidation[str | Path | None] = None
-    notice_allowed: SkipValidation[str | Path | None] = None
+    files: str | Path | None = None
+    notice_key: str | Path | None = None
+    notice_allowed: str | Path | None = None
     resume: bool = True
     anchor_every: Count | None = None
     merge: bool = True
@@ -232,8 +230,8 @@ class PublisherOptions(Checked):
     # Without InstanceOf, pydantic would also make a Gate of a dictionary.
     gate: InstanceOf[Gate] | None = None
     budget: InstanceOf[Budget] | None = None
-    signing_key: SkipValidation[str | Path | None] = None
-    trusted_keys: SkipValidation[str | Sequence[str | Path] | None] = None
+    signing_key: str | Path | None = None
+    trusted_keys: SkipValidation[str | Path | Sequence[str | Path] | None] = None
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"
     first_step: Annotated[int, Field(ge=0, lt=2**53, strict=True)] = 0
@@ -243,6 +241,7 @@ class PublisherOptions(Checked):
     rename: SkipValidation[Rename | None] = None
     parts: SkipValidation[PartSource | None] = None
     on_version: SkipValidation[OnVersion | None] = None
+    delta_codec: SkipValidation[Codec] = field(init=False)
     selection: SkipValidation[Selection] = field(init=False)
     keyring: SkipValidation[Keyring] = field(init=False, default_factory=Keyring)
 
@@ -257,6 +256,7 @@ class PublisherOptions(Checked):
             )
         if self.on_version is not None and not callable(self.on_version):
             raise UsageError(f"on_version is a {type(self.on_version).__name__}; give a function")
+        self.delta_codec = "tiled" if self.codec == "auto" else self.codec
         self.selection = Selection(self.include, self.exclude, self.rename)
 
     def load_keys(self) -> None:

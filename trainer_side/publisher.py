@@ -194,7 +194,7 @@ class Publisher:
         self,
         step: int,
         wait: bool = False,
-        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None = None,
         sidecars: Mapping[str, SidecarData] | None = None,
         skip_unchanged: bool = False,
         exact: bool = False,
@@ -209,8 +209,9 @@ class Publisher:
             step: optimizer step, at least 0; it may repeat or decrease.
             wait: if the previous version is still being uploaded, wait for it; otherwise this call is skipped and its
                 changes go out with the next version.
-            weights: (checkpoint name, tensor) pairs to publish instead of the model given at construction. Tensors
-                that are absent keep the bits published last. Always read to its end, even if the call is skipped.
+            weights: (checkpoint name, tensor) pairs, or a mapping, to publish instead of the model given at
+                construction. Tensors that are absent keep the bits published last. Always read to its end, even if the
+                call is skipped.
             sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB.
                 Read back by ``Run.sidecar``. Sidecars of a call that is skipped or fails are dropped. Where ranks
                 publish together, those of rank 0 are committed.

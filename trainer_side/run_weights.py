@@ -202,7 +202,7 @@ def prepare(baseline: Baseline, table: TensorTable, options: PublisherOptions) -
     baseline.location = options.baseline
     compile_kernels(baseline.table)
     none = BaseTensor(np.empty(0, np.uint8))
-    encode(Changes(), table, options.codec, options.compression, DeltaContext("", 1, 0), lambda tensor: none)
+    encode(Changes(), table, options.delta_codec, options.compression, DeltaContext("", 1, 0), lambda tensor: none)
 
 
 class WholeWeights(RunWeights):

@@ -437,7 +437,7 @@ class PublishSession:
     def _diff(self, weights: Weights | None) -> PendingDelta:
         options = self._options
         pending = self._pending = PendingDelta(
-            self._committer.baseline, options.codec, options.compression, self._detector
+            self._committer.baseline, options.delta_codec, options.compression, self._detector
         )
         with ExitStack() as undo:
             undo.callback(self._background.call, pending.revert)

@@ -26,7 +26,7 @@ Version = int | str | None
 
 
 def open_run(
-    url: str,
+    url: str | Path,
     keyring: Keyring | None = None,
     store: StoreOptions | None = None,
     cache: ObjectCache | None = None,

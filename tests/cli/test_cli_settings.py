@@ -16,6 +16,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
+from vllm_delta_sync.engine.api import embedded
 from vllm_delta_sync.errors import SettingsError, SignatureError, UsageError
 from vllm_delta_sync.settings import client_settings, load_settings
 from vllm_delta_sync.trust import Keyring
@@ -178,6 +179,13 @@ def test_what_a_library_call_is_not_given_is_taken_from_the_settings(
     set_all(monkeypatch, toml(world.folder, trusted_key=world.pub("root")))
     with pytest.raises(SettingsError, match="'trusted_key'"):
         open_run(world.url)
+
+
+def test_an_engine_of_ones_own_is_attached_by_paths_too(world: KeyedRun) -> None:
+    key = Path(world.pub("root"))
+    for keys in (key, str(key), [key]):
+        settings = embedded._settings(world.folder, keys)
+        assert (settings.bucket, settings.trusted_keys) == (str(world.folder), str(key))
 
 
 def test_a_publisher_signs_with_the_key_that_is_set(world: KeyedRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from vllm_delta_sync.tensors.changes import Bits, Changes, Full, Sparse
 
 def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> None:
     """``auto`` is the codec that a publisher chooses by itself."""
-    with Publisher(trainer.live, bucket, codec="auto", every=2) as publisher:  # type: ignore[arg-type]
+    with Publisher(trainer.live, bucket, codec="auto", every=2) as publisher:
         skipped = publisher.publish(step=1)
         assert (skipped.version, skipped.codec) == (None, None)
         trainer.live["a"].view(torch.int16)[::40] += 1

@@ -16,7 +16,7 @@ from tests.support.architectures import Plain, adamw, qwen3, same_bits, saved, t
 from tests.support.publishers import Hooked
 from tests.support.publishing import Tensors, assert_holds, assert_versions, published, snapshot
 from trainer_side import Publisher
-from vllm_delta_sync import open_run
+from vllm_delta_sync import follow, open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import LimitError, ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.format import limits
@@ -24,6 +24,8 @@ from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.compact import compact
 from vllm_delta_sync.tensors.changes import Changes, Full
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import generate
 
 
 @pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
@@ -113,15 +115,28 @@ def test_results_say_what_became_of_a_version(url: str) -> None:
 OPTIONS: dict[str, list[Any]] = {
     "codec": ["gzip"], "compression": ["lz4"], "every": [0, 1.5], "baseline": ["gpu"], "rescan_bytes": [-1, 1.5, True],
     "anchor_every": [0, -1, 2.5], "gate": ["refuse"], "budget": [{"max_bytes": 9}], "first_step": [-1, 2**53, 1.0],
-    "bucket": ["ftp://host/run"],
+    "bucket": ["ftp://host/run", None, 5], "base": [5], "notice": [5555], "files": [5], "signing_key": [5],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("option", "value"), [(name, value) for name, values in OPTIONS.items() for value in values])
 def test_option_that_makes_no_sense_is_refused_by_name(option: str, value: Any, url: str) -> None:
-    with pytest.raises(UsageError, match="unknown scheme" if option == "bucket" else f"{option} is"):
+    with pytest.raises(UsageError, match="unknown scheme" if value == "ftp://host/run" else f"{option} is"):
         Publisher(nn.Linear(2, 2), **({"bucket": url} | {option: value}))
     assert not Path(url).exists()
+
+
+def test_a_path_names_a_run_or_a_key_too_and_a_mapping_has_weights(tmp_path: Path) -> None:
+    """As the types of the arguments say, which mypy checks here."""
+    generate(tmp_path / "key")
+    live = {"w": torch.zeros(3)}
+    keys, run = (tmp_path / "key", tmp_path / "key.pub"), tmp_path / "run"
+    with Publisher(live, run, signing_key=keys[0], trusted_keys=keys[1]) as publisher:
+        publisher.publish(1, weights={"w": torch.ones(3)})
+    with open_run(run, Keyring.load(keys[1])) as reader:
+        assert reader.head().version == 1
+    [update] = follow(run, tmp_path / "folder", once=True, keyring=Keyring.load(keys[1]))
+    assert update.version == 1
 
 
 def test_raw_codec_refuses_names_that_clash_with_its_own(url: str) -> None:

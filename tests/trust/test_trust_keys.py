@@ -380,6 +380,7 @@ def test_keyring_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert Keyring.load(None, "~/a").public == first
     assert Keyring.load(f"{tmp_path / 'a.pub'} , {tmp_path / 'b.pub'},").trusted == {first, second}
     assert Keyring.load([tmp_path / "a.pub", str(tmp_path / "b.pub")]).trusted == {first, second}
+    assert Keyring.load(tmp_path / "a.pub").trusted == {first}
     alone = Keyring.load(None, tmp_path / "a")
     assert (set(alone.trusted), alone.public) == ({first}, first)
     assert (alone.has_signing_key, alone.checks_signatures) == (True, True)

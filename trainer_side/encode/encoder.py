@@ -90,7 +90,7 @@ class Encoder:
 
     def compile(self) -> None:
         """Compile (or load from the cache) the kernels of encoding; call it where no interrupt can hit the compiler."""
-        codec = self._options.codec
+        codec = self._options.delta_codec
         if codec not in RELATIVE_CODECS:
             return
         for dtype in {spec.element.uint: spec.dtype for spec in self._table}.values():
@@ -112,7 +112,7 @@ class Encoder:
         self.forget(context.version)
         if not changes.changed:
             return []
-        codec, compression = self._options.codec, self._options.compression
+        codec, compression = self._options.delta_codec, self._options.compression
         if changes.decoded_bytes > self._limits.loaded_bytes:
             try:
                 return self._encode_in_pieces(changes, codec, context)

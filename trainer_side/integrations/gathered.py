@@ -24,7 +24,7 @@ _waiting: ProcessGroup | None = None
 
 
 def gathered_publisher(
-    bucket: str, base: str | Path, leads: bool = True, *, all_wait: bool = False, **options: Any
+    bucket: str | Path, base: str | Path, leads: bool = True, *, all_wait: bool = False, **options: Any
 ) -> Publisher | None:
     """Make a publisher whose weights come with each call; None on ranks that do not publish.
 

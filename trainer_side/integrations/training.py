@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -221,7 +222,7 @@ class TrainingPublisher:
 
     def __init__(
         self,
-        bucket: str | Bucket,
+        bucket: str | Path | Bucket,
         options: dict[str, Any],
         stop_on_error: bool,
         close_seconds: float,

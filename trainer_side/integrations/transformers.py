@@ -46,7 +46,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     def __init__(
         self,
-        bucket: str | Bucket,
+        bucket: str | Path | Bucket,
         every: int = 1,
         *,
         adapter: bool | str = False,

@@ -54,7 +54,7 @@ class DeltaWeightTransfer:
 
     def __init__(
         self,
-        bucket: str | Bucket,
+        bucket: str | Path | Bucket,
         base: str | Path | None = None,
         wait_served: float | None = None,
         replicas: int = 1,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.settings import StoreOptions, client_settings
 from vllm_delta_sync.urls import (
     OBJECT_STORES,
@@ -46,10 +46,12 @@ def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None
         options: how to talk to the store; if None, read the settings (environment, then TOML file).
 
     Raises:
-        UsageError: the URL is empty, has an unknown scheme, names another machine's files, or holds credentials; or
-            the library for the store is not installed.
+        UsageError: the URL is neither a string nor a path, is empty, has an unknown scheme, names another machine's
+            files, or holds credentials; or the library for the store is not installed.
         SettingsError: ``options`` is None and a setting is unknown or invalid.
     """
+    if not isinstance(url, str | os.PathLike):  # such as the value of a variable that is not set
+        raise UsageError(f"the bucket is {url!r}; give the URL or the path of a run")
     url = os.fspath(url)
     check_no_credentials(url)
     options = client_settings().store() if options is None else options

@@ -51,7 +51,7 @@ FORMATS = ("checkpoint", "slime", "slime-full")
 
 
 def follow(
-    url: str,
+    url: str | Path,
     folder: str | Path,
     version: Version = None,
     *,

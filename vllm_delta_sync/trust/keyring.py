@@ -43,7 +43,7 @@ class Keyring:
 
     @classmethod
     def load(
-        cls, trusted_keys: str | Sequence[str | Path] | None = None, signing_key: str | Path | None = None
+        cls, trusted_keys: str | Path | Sequence[str | Path] | None = None, signing_key: str | Path | None = None
     ) -> "Keyring":
         """Read keys from files. A path may begin with ``~``, which a shell does not replace in a list or a file.
 
@@ -57,6 +57,8 @@ class Keyring:
         signer = None if signing_key is None else load_private(Path(os.path.expanduser(signing_key)))
         if trusted_keys is None:
             return cls(() if signer is None else [public_hex(signer.public_key())], signer)
+        if isinstance(trusted_keys, Path):
+            trusted_keys = [trusted_keys]
         parts = trusted_keys.split(",") if isinstance(trusted_keys, str) else trusted_keys
         files = [
             Path(os.path.expanduser(part.strip() if isinstance(part, str) else part))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -265,6 +266,7 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
+        (None, "the bucket is None; give the URL or the path of a run"),
         ("", "is empty or has a control character"),
         ("a\0b", "is empty or has a control character"),
         ("/data/run\r", "is empty or has a control character"),
@@ -291,7 +293,7 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
         ("file:///data/%00/run", "has a control character in its path"),
     ],
 )
-def test_urls_that_are_refused(url: str, message: str) -> None:
+def test_urls_that_are_refused(url: Any, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         open_bucket(url)
     assert message in raised.value.message

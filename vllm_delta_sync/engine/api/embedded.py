@@ -104,7 +104,7 @@ class OfflineSync:
         return self._current.verify()
 
 
-def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> OfflineSync:
+def attach(llm: Any, bucket: str | Path, trusted_keys: str | Path | Sequence[str | Path] | None = None) -> OfflineSync:
     """Attach to a run. The ``LLM`` must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
 
     May be called again, with other settings; for the weights, or one adapter, only what it returned last can be used.
@@ -157,10 +157,11 @@ def _lora_request(adapter: Adapter | None, served: int | None) -> Any:
     return lora_request(adapter)
 
 
-def _settings(bucket: str, trusted_keys: str | Sequence[str | Path] | None) -> Settings:
-    if trusted_keys is not None and not isinstance(trusted_keys, str):
+def _settings(bucket: str | Path, trusted_keys: str | Path | Sequence[str | Path] | None) -> Settings:
+    if trusted_keys is not None and not isinstance(trusted_keys, str | Path):
         trusted_keys = ",".join(map(str, trusted_keys))
-    return load_settings({"bucket": bucket, "trusted_keys": trusted_keys})
+    given = {"bucket": bucket, "trusted_keys": trusted_keys}
+    return load_settings({name: str(value) if isinstance(value, Path) else value for name, value in given.items()})
 
 
 WAIT_STEP_SECONDS = 0.01
@@ -293,7 +294,9 @@ class AsyncSync:
             setattr(self._engine, ATTACHED, None)
 
 
-async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> AsyncSync:
+async def attach_async(
+    engine: Any, bucket: str | Path, trusted_keys: str | Path | Sequence[str | Path] | None = None
+) -> AsyncSync:
     """Follow a run. The engine must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
 
     Args:
