@@ -63,13 +63,18 @@ class BackgroundThread:
         weakref.finalize(self, self._queue.put, None).atexit = False
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this very thread asks."""
+        return threading.current_thread() is self._thread
+
     def submit(self, job: BackgroundJob, work: Callable[[], None]) -> None:
         """Make the call ``work``, and record its outcome in ``job``."""
         self._queue.put((job, work))
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """Make the call ``work``, wait for it, and return or raise what it does; from this very thread, at once."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return work()
         found: list[_Result] = []
         job = BackgroundJob()
@@ -82,7 +87,7 @@ class BackgroundThread:
     def close(self) -> None:
         """Make the calls submitted so far and end the thread. May be called twice, and by the thread itself."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join()
 
 

@@ -463,6 +463,8 @@ class Publisher:
     @contextmanager
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:
         """Hold the lock. Raises as ``_open``, also within another call of the same thread, as of a signal handler."""
+        if self._background.is_current:  # the thread that holds the lock may wait for this one
+            raise UsageError("this call is made in on_version, which may only call status; make it in another thread")
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise UsageError(
                 "this call is made during another call of this publisher, by the same thread; make it later"

@@ -244,6 +244,21 @@ def test_limit_that_is_no_number_is_refused_and_closes_nothing(limit: float, buc
     assert steps_of(bucket) == [0, 1]
 
 
+def test_on_version_is_refused_calls_that_would_wait_for_itself(bucket: Hooked, trainer: Trainer) -> None:
+    """``close`` holds the lock that such a call waits for, and waits until ``on_version`` has returned."""
+    refused: list[int | None] = []
+
+    def hear(result: PublishResult) -> None:
+        with pytest.raises(UsageError, match="made in on_version"):
+            publisher.tag("best")
+        refused.append(result.version)
+
+    with Publisher(trainer.live, bucket, on_version=hear) as publisher:
+        trainer.step()
+        publisher.publish(1)
+    assert refused == [1]
+
+
 def test_status_and_results_of_all_versions(bucket: Hooked, trainer: Trainer) -> None:
     heard: list[PublishResult] = []
 
