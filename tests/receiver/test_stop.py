@@ -30,7 +30,7 @@ from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePor
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.protocol import RankRequest, decode_request
-from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.errors import EngineError, UsageError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
 from vllm_delta_sync.settings import Settings
 
@@ -283,6 +283,23 @@ def test_who_waits_for_a_version_learns_at_once_that_it_cannot_come(site: Site, 
         with pytest.raises(EngineError, match=words):
             await sync.wait(9)
         assert (await sync.wait(0))["served"]["version"] == 0
+        await sync.close()
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_no_number_is_refused_with_the_way_to_one(site: Site) -> None:
+    async def main() -> None:
+        engine = OneClient(Core(ModulePort(*site.world.models)))
+        sync = embedded.AsyncSync(engine, Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep"))
+        site.service = sync._service
+        await sync.wait(0, WAIT)
+        offline = embedded.OfflineSync(sync._service.receiver)
+        for version in ("tag:best", 1.0, True, -1):
+            calls: list[Callable[[Any], Any]] = [offline.to, offline.rollback, sync.to, sync.rollback, sync.wait]
+            for call in calls:
+                with pytest.raises(UsageError, match=r"give the number of a version.*resolve"):
+                    await call(version)
         await sync.close()
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ which must not be blocked. The setting ``pause_mode`` says what happens to reque
 """
 
 import asyncio
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.observe.states import Answer
 from vllm_delta_sync.engine.protocol import Adapter
-from vllm_delta_sync.errors import EngineError, SettingsError
+from vllm_delta_sync.errors import EngineError, SettingsError, UsageError
 from vllm_delta_sync.settings import Settings, load_settings
 
 ATTACHED = "delta_sync_attached"
@@ -68,6 +69,7 @@ class OfflineSync:
         Raises:
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
+        version = None if version is None else _number(version)
         served = self._current.served_version
         if version is not None and served is not None and version < served:
             return self.rollback(version)
@@ -84,7 +86,7 @@ class OfflineSync:
             NotFoundError: it is not published, or no longer retained. ChainError: it is newer than the served one.
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        receiver = self._current
+        receiver, version = self._current, _number(version)
         try:
             receiver.rollback(version)
         finally:  # after an interrupt too, because nothing else here ends a hold
@@ -132,6 +134,20 @@ def attach(llm: Any, bucket: str | Path, trusted_keys: str | Path | Sequence[str
         earlier.replaced = True
     attached[settings.lora_name] = sync
     return sync
+
+
+def _number(version: int) -> int:
+    """Return the number of a version. Raises UsageError: it is none, such as a tag."""
+    try:
+        number = -1 if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(
+            f"version is {version!r}; give the number of a version, of a name such as tag:best that of "
+            "open_run(url).resolve('tag:best').version"
+        )
+    return number
 
 
 def _make_adapter(settings: Settings, engine: Any, vllm_config: Any) -> Adapter | None:
@@ -218,10 +234,12 @@ class AsyncSync:
     async def to(self, version: int | None = None) -> Answer:
         """Bring the weights to a version (None: the one that the setting ``target`` names); returns ``status()``.
 
+        A version older than the one served is held until ``release``, as after ``rollback``.
+
         Raises:
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        return await self._ask("sync", version)
+        return await self._ask("sync", None if version is None else _number(version))
 
     async def rollback(self, version: int) -> Answer:
         """Serve an older version and hold it; returns ``status()``.
@@ -229,7 +247,7 @@ class AsyncSync:
         Raises:
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        return await self._ask("rollback", version)
+        return await self._ask("rollback", _number(version))
 
     async def hold(self) -> Answer:
         """Stay at the version served until ``release``; returns ``status()``."""
@@ -260,6 +278,7 @@ class AsyncSync:
         Raises:
             OverdueError: it is not served in time. EngineError: this was closed, or the engine has ended.
         """
+        version = _number(version)
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
             served = self._service.receiver.served_version
