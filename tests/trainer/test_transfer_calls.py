@@ -127,6 +127,7 @@ def test_without_a_trainer_sends_are_counted_and_a_run_is_gone_on_with(
         ({"codecs": "raw"}, "codecs is 'raw': Unexpected keyword argument"),
         ({"wait_served": 0}, "wait_served is 0"),
         ({"wait_served": "30"}, "wait_served is '30'"),
+        ({"wait_served": float("inf")}, "wait_served is inf"),
         ({"replicas": 0}, "replicas is 0"),
         ({"send_seconds": "300"}, "send_seconds is '300'; give a number of seconds"),
         ({"base": None}, "base is missing"),

@@ -3,6 +3,7 @@
 TRL's other trainers take ``DeltaSyncCallback``.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,7 +94,7 @@ class DeltaWeightTransfer:
         """
         if "every" in options:
             raise UsageError("every= is given; TRL decides when to sync: set weight_sync_steps of AsyncGRPOConfig")
-        if wait_served is not None and not (isinstance(wait_served, int | float) and wait_served > 0):
+        if wait_served is not None and not (isinstance(wait_served, int | float) and 0 < wait_served < math.inf):
             raise UsageError(f"wait_served is {wait_served!r}; give a number of seconds above 0, or None")
         if type(replicas) is not int or replicas < 1:
             raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
