@@ -26,6 +26,7 @@ import trainer_side.integrations.transformers
 import trainer_side.integrations.trl
 import trainer_side.options
 import trainer_side.publisher
+import trainer_side.ranks.given_parts
 import trainer_side.result
 import vllm_delta_sync.client
 import vllm_delta_sync.engine.api.embedded
@@ -369,15 +370,17 @@ def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:
 
 def python() -> Iterator[str]:
     yield "## Python"
-    yield "### `from trainer_side import Budget, DeltaSyncCallback, Gate, Publisher, PublishResult`"
+    yield f"### `from trainer_side import {', '.join(trainer_side.__all__)}`"
     yield "Needs torch, not vLLM; only `DeltaSyncCallback` needs transformers."
     yield stub(trainer_side.options, "Gate")
     yield stub(trainer_side.options, "Budget")
     yield stub(trainer_side.publisher, "Publisher")
     yield stub(trainer_side.options, "PublisherOptions")
+    yield stub(trainer_side.ranks.given_parts, "Part")
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
+    yield stub(trainer_side.result, "PublisherStatus")
     yield stub(trainer_side.integrations.transformers, "DeltaSyncCallback")
     yield "### `from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher`"
     yield "Needs torch, not vLLM."

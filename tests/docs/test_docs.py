@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import trainer_side
 from tests.support import running
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from tests.support.tiny import make_model, save_checkpoint
@@ -124,6 +125,13 @@ def test_python_compiles_and_imports_what_exists(path: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     running.run_python("docs/generate_reference.py", "--check")
+
+
+def test_the_reference_has_what_a_trainer_imports() -> None:
+    reference, site = ((ROOT / "docs" / name).read_text() for name in ("REFERENCE.md", "api.md"))
+    for name in trainer_side.__all__:
+        assert f"\nclass {name}:\n" in reference
+        assert re.search(rf"^::: trainer_side\.[\w.]*\b{name}$", site, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("call", [DeltaSyncCallback, adapter_publisher, follow], ids=lambda call: call.__name__)
