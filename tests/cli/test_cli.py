@@ -217,7 +217,8 @@ def test_repair(path: Path, tmp_path: Path) -> None:
     flip(object_of(path, 5))
     damaged = {file: file.read_bytes() for file in path.rglob("*.*") if file.is_file()}
     document = answer("repair", "--bucket", path, "--dry-run", code=1)
-    assert (document["dry_run"], len(document["repaired"]), document["unreadable"]) == (True, 2, [[5, 5]])
+    # That the object of version 3 is gone is not recorded before version 5 can be read again.
+    assert (document["dry_run"], len(document["repaired"]), document["unreadable"]) == (True, 1, [[5, 5]])
     text = shown("repair", "--bucket", path, "--dry-run", code=1)
     assert "could be repaired: HEAD.json: points at version 5" in text
     assert "lost: unreadable versions: 5; a mirror" in text
