@@ -53,6 +53,7 @@ vllm_delta_sync/verify/verify.py: run/test_verify run/test_history trust/test_ve
 vllm_delta_sync/run/ancestors.py: trust/test_trust_keys trust/test_receiver_attacks
 trainer_side/committer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_gate trainer/test_rebase
     trainer/test_baseline_rescan trainer/test_baseline_disk trainer/test_budgets trainer/test_end_of_training
+    trainer/test_fencing
 trainer_side/writer.py: trainer/test_publisher trainer/faults/test_store_faults trainer/test_fencing
     trainer/test_single_writer trust/test_signed_publisher
 trainer_side/run_start.py: trainer/test_publisher trainer/test_single_writer
