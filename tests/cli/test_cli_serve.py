@@ -161,13 +161,13 @@ def test_the_file_of_vllms_config_counts_as_arguments(tmp_path: Path, serve: Com
         ("load-format: auto", "--load-format is 'auto', but there is no MODEL to load"),
         ("grpc: true", "--grpc starts a server that loads no plugins"),
         ("worker-extension-cls: my.Own", "--worker-extension-cls is set by delta-sync serve"),
-        ("[port]", "which is no mapping"),
-        ("a: b: c", "which cannot be read: mapping values are not allowed here"),
+        ("[port]", "which vLLM cannot read as a mapping of arguments to values"),
+        ("a: b: c", "to values: mapping values are not allowed here"),
     ):
         file.write_text(text)
         assert said in serve.refused(2, *arguments)
     file.unlink()
-    assert "which cannot be read: [Errno 2]" in serve.refused(2, *arguments)
+    assert "to values: [Errno 2]" in serve.refused(2, *arguments)
     assert "write the model as the first argument" in serve.refused(2, "--bucket", url, "--model", "base")
 
 

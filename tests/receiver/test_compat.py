@@ -190,6 +190,8 @@ entrypoints/load_format.py | LOADS
         BaseModelLoader.create_model(vllm_config, model_config, prefix); BaseModelLoader.load_model(self, vllm_config,
         model_config, prefix) only; BaseModelLoader.download_model(self, model_config) only
     vllm.config: SpeculativeConfig.target_model_config
+entrypoints/serve_command.py | delta-sync serve refuses --config
+    vllm.utils.argparse_utils: FlexibleArgumentParser.load_config_file(self, file_path) only
     vllm.distributed: get_world_group
     vllm.distributed.parallel_state: GroupCoordinator.broadcast_object; GroupCoordinator.rank_in_group
 compat/load_hook.py | DERIVED

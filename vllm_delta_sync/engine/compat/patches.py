@@ -25,6 +25,7 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``api/adapters.py``                    the API server's table of adapters; wraps its calls that load and unload them
 ``api/embedded.py``                    methods of an ``AsyncLLM`` object
 ``entrypoints/load_format.py``         a load format
+``entrypoints/serve_command.py``       its reader of the file that ``--config`` names
 ``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes, and changes the
                                        text of the last chunk that they stream
 ``api/exact_requests.py``              wraps ``generate`` and ``encode`` of the client, and its output processor's two

@@ -91,17 +91,16 @@ def _arguments_in_file(vllm_args: list[str]) -> list[str]:
     """
     if CONFIG_FLAG not in vllm_args:
         return []
-    import yaml
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     path = _value(vllm_args, vllm_args.index(CONFIG_FLAG))
     try:
-        with open(path, encoding="utf-8") as file:
-            found = yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{CONFIG_FLAG} is {path!r}, which cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{CONFIG_FLAG} is {path!r}, which is no mapping of vLLM's arguments to values")
-    return [f"--{name}={value}" for name, value in found.items() if value is not False and value != []]
+        found: list[str] = FlexibleArgumentParser().load_config_file(path)
+    except Exception as error:  # vLLM checks little: a list in place of a mapping is an AttributeError
+        raise UsageError(
+            f"{CONFIG_FLAG} is {path!r}, which vLLM cannot read as a mapping of arguments to values: {error}"
+        ) from error
+    return found
 
 
 def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[str]]:

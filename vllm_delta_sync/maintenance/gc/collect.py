@@ -32,7 +32,7 @@ from vllm_delta_sync.format.documents import (
     anchor_of_key,
     merged_delta_of_key,
 )
-from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, version_key
+from vllm_delta_sync.format.manifest import SIDECARS_PREFIX, version_key
 from vllm_delta_sync.maintenance.gc.contents import RunContents, check_current, survey
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock, uptime
 from vllm_delta_sync.maintenance.gc.policy import CollectionPlan, RetentionPolicy, plan_collection, reachable
@@ -169,13 +169,20 @@ class _Collector:
         return planned
 
     def _removals(self, found: RunContents, planned: CollectionPlan, now: float) -> tuple[list[ObjectInfo], ...]:
-        """Return what to remove, in steps: first documents, then the objects that only they may need.
+        """Return what to remove, in three steps: documents; what documents list, and heartbeats; other objects.
 
         Of the heartbeats these are those that expired a day ago or more, and at least ``min_age`` ago.
         """
         stays = max(self._policy.min_age, SHOWN_SECONDS)
         stale = [held.info for held in found.heartbeats.stored if now - held.expires >= stays]
-        return [*planned.documents.values()], [*planned.objects.values(), *planned.sidecars.values(), *stale]
+        listed = {key for edge in (*found.history, *found.standalone) for key, _ in edge.refs}
+        listed |= {key for edge in found.history for key in edge.sidecars}
+        data = [*planned.objects.values(), *planned.sidecars.values()]
+        return (
+            [*planned.documents.values()],
+            [*(info for info in data if info.key in listed), *stale],
+            [info for info in data if info.key not in listed],
+        )
 
     def _announce(self, record: Retention) -> None:
         self._lock.renew()
@@ -214,24 +221,24 @@ class _Collector:
         )
 
     def _remove(self, steps: tuple[list[ObjectInfo], ...], found: RunContents, written: Retention) -> list[ObjectInfo]:
-        listed = {key for edge in (*found.history, *found.standalone) for key, _ in edge.refs}
-        listed |= {key for edge in found.history for key in edge.sidecars}
         removed: list[ObjectInfo] = []
         size = 0
 
         def remove(info: ObjectInfo) -> bool:
-            # An unlisted object may belong to a version that was committed since.
-            is_document = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
-            removable = is_document or info.key in listed or not exists(self._run.bucket, version_key(found.head + 1))
-            if not removable or not self._is_unchanged(info):
+            if not self._is_unchanged(info):
                 return False
             self._check_announced(written)
             self._run.bucket.delete(info.key)
             return True
 
+        def remove_unlisted(info: ObjectInfo) -> bool:
+            return not exists(self._run.bucket, version_key(found.head + 1)) and remove(info)
+
         done, total = 0, sum(map(len, steps))
-        for step in steps:
-            for info, gone in zip(step, in_parallel(remove, step, workers=AT_ONCE), strict=True):
+        # An unlisted object may belong to a version that is committed meanwhile: one at a time, so that none is looked
+        # at before the removal of another has ended.
+        for step, call, at_once in zip(steps, (remove, remove, remove_unlisted), (AT_ONCE, AT_ONCE, 1), strict=True):
+            for info, gone in zip(step, in_parallel(call, step, workers=at_once), strict=True):
                 done += 1
                 if gone:
                     removed.append(info)
