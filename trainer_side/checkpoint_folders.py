@@ -52,7 +52,6 @@ from vllm_delta_sync.run.run_reader import read_ahead
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
     Checkpoint,
-    model_files,
     name_prefix,
     resolve_base,
     weight_files,
@@ -234,6 +233,7 @@ class _FolderTensors(LiveTensors):
         }
         self.aliases = {}
         self.has_values = has_values
+        self.folder = checkpoint.path
         self._checkpoint, self._progress = checkpoint, progress
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -469,9 +469,8 @@ class CheckpointPublisher:
             _check_same_tensors(checkpoint, {spec.name: spec for spec in self.run.table}, "the run")
         has_values = checkpoint.delta is None and (self._exists or self.base is None)
         live = _FolderTensors(checkpoint, specs, has_values, progress)
-        files = None if self._exists or not model_files(checkpoint.path) else checkpoint.path
         options = {"first_step": step if self.base is None else 0, **self._options}
-        publisher = self._closing.enter_context(Publisher(live, self._url, self.base, files=files, **options))
+        publisher = self._closing.enter_context(Publisher(live, self._url, self.base, **options))
         if publisher.began:
             self._run = None  # it may be a start that ended before version 0
         return publisher

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.module import transformers_model, unwrap
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ModelError, UsageError
@@ -42,7 +43,9 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     """Return name → content of the files that a new run keeps.
 
     Files of ``files`` take precedence over those of the base. If the base has no configuration, that of a transformers
-    model is written. Files of the base or the model that a run cannot keep are left out with a warning.
+    model is written. Those beside the weights of a checkpoint folder take precedence over the base's, except
+    ``config.json``: it has the dtypes, and the base decides these. Files of the base or the model that a run cannot
+    keep are left out with a warning.
 
     Args:
         model: as of ``Publisher``. files: folder of the user. base: checkpoint that version 0 starts from.
@@ -51,6 +54,9 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     pretrained = transformers_model(unwrap(model)) if isinstance(model, nn.Module) else None
     with ProcessFolder() as folder:
         found = {} if base is None or not os.path.isdir(base.path) else model_files(base.path)
+        if isinstance(model, LiveTensors) and model.folder is not None:
+            own = model_files(model.folder)
+            found |= {name: path for name, path in own.items() if name != CONFIG_NAME or name not in found}
         if CONFIG_NAME not in found and pretrained is not None:
             _write_configuration(pretrained, str(folder.path))
             found |= model_files(folder.path)

@@ -119,6 +119,28 @@ def test_with_a_base_version_0_is_a_reference(tmp_path: Path, out: Path, url: st
         assert (result.outcome, result.manifest.version, result.manifest.kind) == ("unchanged", 0, "reference")
 
 
+def test_with_a_base_the_configuration_is_its_own(tmp_path: Path, out: Path, url: str) -> None:
+    """Its dtypes are the run's: a float32 trainer's configuration made others load an export in float32."""
+    base = write_checkpoint(tmp_path / "base", weights(0))
+    folder = write_checkpoint(out / "checkpoint-5", weights(5))
+    for path, text in ((base, '{"dtype": "bfloat16"}'), (folder, '{"dtype": "float32"}')):
+        (path / "config.json").write_text(text)
+    (folder / "tokenizer.json").write_text('{"of": "the trainer"}')
+    with CheckpointPublisher(url, base) as publisher:
+        publisher.publish(folder)
+    run = open_run(url)
+    assert run.file("config.json") == (base / "config.json").read_bytes()
+    assert run.file("tokenizer.json") == (folder / "tokenizer.json").read_bytes()
+
+
+def test_what_a_run_cannot_keep_of_a_folder_is_left_out(out: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint(out / "checkpoint-5", weights(5))
+    (folder / "eval results.json").write_text("{}")
+    assert watch_once(out, url) == [("checkpoint-5", "published", 0)]
+    assert [file.name for file in open_run(url).info.files] == ["config.json", "tokenizer.json"]
+    assert "does not keep the model's file 'eval results.json'" in caplog.text
+
+
 def test_with_a_base_weights_are_rounded_to_its_dtypes(tmp_path: Path, out: Path, url: str) -> None:
     base = write_checkpoint(tmp_path / "base", weights(0))
     wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights(5).items()}

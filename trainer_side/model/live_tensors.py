@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -156,6 +157,8 @@ class LiveTensors(ABC):
     """Names in ``tensors`` that are not published. What a run has under such a name must keep its bits."""
     unused: Collection[str] = ()
     """Names in ``excluded`` that the run does not have: ``read`` may leave them out."""
+    folder: Path | None = None
+    """The checkpoint folder that they are read from."""
 
     def select(self, selection: Selection, model: object) -> None:
         """Leave out and rename what is yielded, before anything else is done with it. Args: model: as it was given."""
