@@ -418,6 +418,28 @@ def test_no_room(chain: Chain, out: Path) -> None:
     assert at(out) == 1
 
 
+def test_what_a_model_lacks_is_said_and_comes_with_a_base(
+    chain: Chain, out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without config.json no engine loads the folder: an export says it, and a follower said nothing."""
+    once(chain, out)
+    assert "gets no config.json and no tokenizer, searched in run" in caplog.text
+    base = tmp_path / "given"
+    base.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (base / name).write_bytes(b"{}")
+    caplog.clear()
+    chain.grow()
+    updates = follow(chain.url, out, base=base, shard_bytes=SHARD_BYTES, poll_seconds=0.02)
+    for version in (1, 2):
+        update = next(updates)
+        assert (update.version, update.read_bytes < TABLE.full_bytes) == (version, True), "made from the one before"
+        assert {"config.json", "tokenizer.json"} < set(names(update.folder))
+        chain.grow()
+    updates.close()
+    assert caplog.text == ""
+
+
 # The command
 
 
@@ -437,7 +459,7 @@ def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
     chain.grow()
     done = process(*arguments, "echo reloaded", "--json")
     assert parsed(done.out)["data"]["versions"][0]["version"] == 2, "the command's output is not among the lines"
-    assert done.err == "reloaded\n"
+    assert done.err.splitlines()[-1] == "reloaded"
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0].startswith("two words 0 ")
     assert lines[1:] == [f"two words 1 {chain.manifests[1].step} {folder}"]
@@ -467,7 +489,9 @@ def test_sigterm_ends_the_command_with_0(chain: Chain, out: Path) -> None:
             _, errors = process.communicate(timeout=60)
             assert process.returncode == code
             if code == 0:
-                assert errors == ""
+                assert [line.split(", ")[0] for line in errors.splitlines()] == [
+                    f"{str(out / str(number))!r} gets no config.json and no tokenizer"
+                ]
                 assert held(out / str(number) / "current") == expected(chain.table, chain.bits[0])
                 rows = answer("follow", "--bucket", chain.url, "--to", out / str(number), "--once")["versions"]
                 assert len(rows) == 1 or not more

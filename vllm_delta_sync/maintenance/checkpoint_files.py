@@ -5,6 +5,7 @@
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,13 @@ class WeightFiles:
 def is_adapter(run: RunReader) -> bool:
     """Return whether a run is that of a LoRA adapter."""
     return any(item.name == ADAPTER_CONFIG_NAME for item in run.info.files)
+
+
+def missing_model_files(run: RunReader, names: Collection[str]) -> list[str]:
+    """Return which of the files that engines need beside the weights are missing among file names."""
+    if is_adapter(run):
+        return [] if ADAPTER_CONFIG_NAME in names else [ADAPTER_CONFIG_NAME]
+    return missing_files(names)
 
 
 def files_in(folder: Path) -> list[str]:

@@ -30,6 +30,7 @@ from vllm_delta_sync.maintenance.checkpoint_files import (
     WeightFiles,
     files_in,
     is_adapter,
+    missing_model_files,
     model_files_of_run,
 )
 from vllm_delta_sync.run.checks import check_base_exists
@@ -44,7 +45,6 @@ from vllm_delta_sync.tensors.checkpoint import (
     EXPORT_NAME,
     INDEX_NAME,
     SINGLE_NAME,
-    missing_files,
 )
 
 logger = guarded_logger(__name__)
@@ -171,10 +171,7 @@ def export(
             notes.append(f"{name} in the folder was not written by an export, and stays as it is")
             del small[name]
         report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
-        if not is_adapter(run):
-            report.missing = missing_files({*report.files, *others})
-        elif ADAPTER_CONFIG_NAME not in report.files and ADAPTER_CONFIG_NAME not in others:
-            report.missing = [ADAPTER_CONFIG_NAME]
+        report.missing = missing_model_files(run, {*report.files, *others})
         for name, data in {**small, EXPORT_NAME: ExportRecord.of(manifest, report.files).to_bytes()}.items():
             there = target / name
             if not (report.present and there.is_file() and there.read_bytes() == data):

@@ -198,6 +198,7 @@ class _Folder(FollowedFolder):
                 run, target, self._base, progress=self._progress, scratch=self._work, room=lambda _: files.create(new)
             )
             fingerprints, read_bytes, linked = restored.state.fingerprints, restored.plan.bytes, []
+        if advanced is None or not self._completed:  # --base may have what the version before lacks
             self._write_model_files(run, new)
         files.finish(new)
         name, number = f"{FOLDER_PREFIX}{target.version}-{target.digest[:8]}", 1

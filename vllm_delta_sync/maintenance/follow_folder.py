@@ -16,7 +16,7 @@ from vllm_delta_sync.durable_files import locked_folder, sync_path, writing_to
 from vllm_delta_sync.errors import ChainError, ForkError, ReplayError, StoreError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.logs import guarded_logger
-from vllm_delta_sync.maintenance.checkpoint_files import files_in, model_files_of_run
+from vllm_delta_sync.maintenance.checkpoint_files import files_in, missing_model_files, model_files_of_run
 from vllm_delta_sync.maintenance.export import ExportRecord, choose_version
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress
@@ -73,6 +73,7 @@ class FollowedFolder(ABC):
         self.objects = ObjectCache(self._work / OBJECTS, _UNLIMITED)
         self._base, self._shard_bytes, self._keep, self._progress = base, shard_bytes, keep, progress
         self._last_handled: str | None = None
+        self._completed = False  # whether this process has looked for the model's small files
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -202,12 +203,20 @@ class FollowedFolder(ABC):
         return new
 
     def _write_model_files(self, run: Run, new: Path) -> None:
-        """Write the model's small files; what is wrong with those of the run is logged."""
-        notes: list[str] = []
-        for name, data in model_files_of_run(run, self._base, [], notes).items():
-            write_file(new / name, data)
-        for note in notes:
+        """Write the small files that the model needs and the folder lacks; log once what is wrong with them."""
+        there, looked_in, notes = files_in(new), list[str](), list[str]()
+        if missing_model_files(run, there):
+            for name, data in model_files_of_run(run, self._base, looked_in, notes).items():
+                if name not in there:
+                    write_file(new / name, data)
+        if missing := missing_model_files(run, files_in(new)):
+            notes.append(
+                f"{str(self.path)!r} gets no {' and no '.join(missing)}, searched in {'; '.join(looked_in)}: without "
+                "them the weights cannot be loaded as a model. Follow with a checkpoint that has them as base (--base)"
+            )
+        for note in notes if not self._completed else ():
             logger.warning("%s", note)
+        self._completed = True
 
     def _finish(self, new: Path, manifest: Manifest, folder: Path) -> ExportRecord:
         """Add the record to the files of a version, and give the folder its name."""
