@@ -464,6 +464,10 @@ def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("two words 0 ")
     assert lines[1:] == [f"two words 1 {chain.manifests[1].step} {folder}"]
     chain.grow()
+    # Engines that the command tells of it have another working directory.
+    shown("follow", "--bucket", chain.url, "--to", os.path.relpath(out), "--once", "--on-update", command)
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith(f" {(out / 'current').resolve()}")
+    chain.grow()
     # It may call delta-sync.
     assert delta_sync(*arguments, f"{sys.executable} -m vllm_delta_sync.cli log --bucket {chain.url}").code == 0
 

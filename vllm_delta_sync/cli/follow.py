@@ -132,7 +132,9 @@ def _split(command: str) -> list[str]:
 
 def _run(command: list[str], update: "FollowedVersion", as_json: bool) -> IncompleteError | None:
     """Run the command for a version; report and return its failure. Args: as_json: whether output is JSON only."""
-    variables = dict(zip(ON_UPDATE_VARIABLES, map(str, (update.folder, update.version, update.step)), strict=True))
+    # Absolute: the command gives it to engines that run elsewhere.
+    values = os.path.abspath(update.folder), update.version, update.step
+    variables = dict(zip(ON_UPDATE_VARIABLES, map(str, values), strict=True))
     try:
         with ExitStack() as ended:
             with postpone_interrupts(signal.SIGTERM):  # until it is known what is to be ended
