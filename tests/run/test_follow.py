@@ -1,5 +1,6 @@
 """Follow: ``DIR/current`` is always one whole version of the run, as an ordinary checkpoint."""
 
+import errno
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -438,6 +439,15 @@ def test_what_a_model_lacks_is_said_and_comes_with_a_base(
         chain.grow()
     updates.close()
     assert caplog.text == ""
+
+
+def test_file_system_without_symbolic_links_is_named(chain: Chain, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with pytest.raises(StoreError, match="cannot be written: it takes no symbolic links"):
+        once(chain, out)
 
 
 # The command

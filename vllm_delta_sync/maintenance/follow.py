@@ -273,7 +273,13 @@ class _Folder(FollowedFolder):
         os.utime(folder, ns=(moment, moment))
         link = self._work / _LINK
         link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
+        try:
+            link.symlink_to(folder.name)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            no_links = "it takes no symbolic links, as FAT and SMB shares do not"
+            raise OSError(error.errno, no_links) from error
         os.replace(link, self.path / CURRENT_NAME)
         sync_path(self.path)
         shutil.rmtree(self._work / OBJECTS, ignore_errors=True)
