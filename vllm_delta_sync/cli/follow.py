@@ -66,8 +66,9 @@ def follow(options: argparse.Namespace) -> Report:
     """Keep a checkpoint folder at the newest version of a run, bit for bit, for engines other than vLLM.
 
     DIR/current is a symbolic link to the folder of one whole version, which any engine loads as a Hugging Face
-    checkpoint. It switches in one step. Files whose tensors did not change are hard links to those of the version
-    before. Digests, fingerprints and (with --trusted-keys) signatures are checked.
+    checkpoint. It switches in one step. Give engines the folder itself: the link may switch while they load. Files
+    whose tensors did not change are hard links to those of the version before. Digests, fingerprints and (with
+    --trusted-keys) signatures are checked.
 
     --format slime writes DIR/weight_v000007 for version 7 instead, as SGLang, miles, Stitch and vime read it: a delta
     on the version before, or a whole checkpoint.

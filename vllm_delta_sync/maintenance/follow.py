@@ -73,7 +73,8 @@ def follow(
 
     The process can be killed at any moment: ``current`` is one whole version, bit for bit what was published, or does
     not exist yet. A version whose loop body did not end is yielded again by the next call, and so is one that was
-    answered by ``send(False)``. Needs the disk space of ``keep`` + 1 versions, and the memory of a few tensors.
+    answered by ``send(False)``. Needs the disk space of ``keep`` + 1 versions and of what is downloaded for one, and
+    the memory of a few tensors.
 
     A version that is missing, damaged, not signed by a trusted key or older than the current one is logged and not
     taken; so is a failure of the store. Both are tried again at the next poll.
