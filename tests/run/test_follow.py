@@ -373,12 +373,25 @@ def test_a_clock_that_was_set_back(chain: Chain, out: Path, keep: int) -> None:
     ahead = once(chain, out, keep=keep)
     assert ahead is not None
     later = time.time() + 7200
-    os.utime(ahead.folder, (later, later))
+    os.utime(ahead.folder / EXPORT_NAME, (later, later))
     for version in (2, 3, 4):
         chain.grow()
         once(chain, out, keep=keep)
         assert at(out) == version
         assert len(list(out.glob("version-*"))) == keep
+
+
+def test_what_users_put_into_an_older_version_makes_it_no_newer(chain: Chain, out: Path) -> None:
+    """As a converter does whose output goes beside its input: the version that an engine still read was removed."""
+    made = []
+    for _ in range(3):
+        made.append(once(chain, out))
+        chain.grow()
+        for update in made[:-1]:
+            assert update is not None
+            if update.folder.exists():
+                (update.folder / "model-F16.gguf").write_bytes(b"")
+    assert [update is not None and update.folder.exists() for update in made] == [False, True, True]
 
 
 def test_what_users_put_beside_versions_stays(chain: Chain, out: Path) -> None:

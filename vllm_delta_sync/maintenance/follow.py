@@ -35,7 +35,7 @@ from vllm_delta_sync.run.restore import Progress, apply_step, restore
 from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
-from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME, is_model_file
+from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME, EXPORT_NAME, is_model_file
 from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.trust import Keyring
 
@@ -265,13 +265,12 @@ class _Folder(FollowedFolder):
         """Return the folders of versions, the newest first."""
         found = [path for path in self.path.iterdir() if _FOLDER.fullmatch(path.name)]
         found = [path for path in found if path.is_dir() and not path.is_symlink()]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        return sorted(found, key=_switched_at, reverse=True)
 
     def _switch_to(self, folder: Path) -> None:
         # It is now the newest, also if the clock was set back.
-        newest = max(path.stat().st_mtime_ns for path in self._folders())
-        moment = max(time.time_ns(), newest + 1)
-        os.utime(folder, ns=(moment, moment))
+        moment = max(time.time_ns(), *(_switched_at(path) + 1 for path in self._folders()))
+        os.utime(folder / EXPORT_NAME, ns=(moment, moment))
         link = self._work / _LINK
         link.unlink(missing_ok=True)
         try:
@@ -286,6 +285,15 @@ class _Folder(FollowedFolder):
         shutil.rmtree(self._work / OBJECTS, ignore_errors=True)
 
 
+def _switched_at(folder: Path) -> int:
+    """Return when ``current`` switched to a version last, in nanoseconds; 0 if its record is gone."""
+    try:
+        # Not the time of the folder: a converter writes its output there.
+        return (folder / EXPORT_NAME).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
 _FileState = tuple[int, int, int]
 
 
@@ -298,8 +306,8 @@ class _MeasuredFolder(NamedTuple):
 
 
 def _file_states(folder: Path, record: ExportRecord) -> list[_FileState]:
-    """Return the inode, size and time in nanoseconds of each file of a version. Raises OSError: one is missing."""
-    found = [(folder / name).stat() for name in record.files]
+    """Return inode, size and time of each file of a version but its record. Raises OSError: one is missing."""
+    found = [(folder / name).stat() for name in record.files if name != EXPORT_NAME]
     return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in found]
 
 
