@@ -425,8 +425,7 @@ class Committer:
         # First the notice: the rest takes as many round trips as receivers need to see the version.
         if self._group.is_rank0:
             self.writer.notify()
-        for ref, content in (*own.objects, *own.sidecars):
-            self.writer.restore_if_collected(ref, content)
+        self.writer.restore_collected((*own.objects, *own.sidecars))
         if self._group.is_rank0:
             self.writer.update_head()
 

@@ -141,12 +141,16 @@ class RunWriter:
         for _ in in_parallel(lambda item: self.put(*item), objects):
             pass
 
-    def restore_if_collected(self, ref: Stored, content: bytes | Path) -> None:
-        """Store a committed version's object again if it was collected before the manifest was written.
+    def restore_collected(self, objects: Iterable[tuple[Stored, bytes | Path]]) -> None:
+        """Store objects of a committed version again that were collected before the manifest was written.
 
-        A garbage collection whose ``min_age`` is shorter than the upload took sees an object without a manifest. A
+        A garbage collection whose ``min_age`` is shorter than the upload took sees objects without a manifest. A
         failure only warns: the version is committed.
         """
+        for _ in in_parallel(lambda item: self._restore_if_collected(*item), objects):
+            pass
+
+    def _restore_if_collected(self, ref: Stored, content: bytes | Path) -> None:
         try:
             if has_object(self._bucket, ref):
                 return

@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +32,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
-from vllm_delta_sync.format.manifest import SIDECARS_PREFIX, Manifest, sidecar_key, version_key
+from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, Manifest, sidecar_key, version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.tags import set_tag
@@ -111,6 +112,19 @@ def test_they_are_durable_before_the_manifest(bucket: Hooked, trainer: Trainer, 
     assert seen == [True]
     # One that a collection removed meanwhile is put again.
     assert open_run(bucket.url).sidecar(1, "state") == STATE
+
+
+def test_whether_they_are_still_there_is_asked_at_once(bucket: Hooked, trainer: Trainer, publisher: Publisher) -> None:
+    """On a distant store each question takes a round trip, in which the next version waits."""
+    together = threading.Barrier(3)
+
+    def looking(key: str) -> None:
+        if key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX)):
+            together.wait(60)
+
+    bucket.looking = looking
+    publish(publisher, trainer, 1, state=STATE, other=b"other")
+    assert not together.broken
 
 
 @pytest.mark.parametrize("prefix", [SIDECARS_PREFIX, "versions/0000000001"])
