@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -31,6 +31,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, VERSIONS_PREFIX, Manifest, version_key
+from vllm_delta_sync.maintenance import follow as follow_module
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run import run_reader
@@ -92,6 +93,32 @@ def test_a_poll_without_news_asks_for_the_head_and_the_version_that_may_follow(t
         assert run.reachable_head(known) == (known, None)
     again = [RUN_KEY, version_key(0)] if trusting else []
     assert sorted(bucket.asked) == sorted([HEAD_KEY, version_key(1), *again])
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_follow_polls_as_a_server_does(trusting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyring = keyring_at(tmp_path / "key") if trusting else None
+    chain = Chain(tmp_path, keyring=keyring)
+    bucket = Far(chain.folder)
+    monkeypatch.setattr(follow_module, "open_run", lambda *_: Run(bucket, keyring))
+
+    class Polls(threading.Event):
+        asked: ClassVar[list[list[str]]] = []
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.asked.append(sorted(bucket.asked))
+            bucket.asked.clear()
+            if len(self.asked) == 2:
+                chain.grow()
+            if len(self.asked) == 4:
+                self.set()
+            return self.is_set()
+
+    polls = Polls()
+    assert [update.version for update in follow_module.follow(chain.url, tmp_path / "out", stop=polls)] == [0, 1]
+    for head, poll in ((0, 1), (1, 3)):
+        again = [RUN_KEY, version_key(head)] if trusting else []
+        assert polls.asked[poll] == sorted([HEAD_KEY, version_key(head + 1), *again])
 
 
 @pytest.mark.parametrize("pointed", [None, 2])

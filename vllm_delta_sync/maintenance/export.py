@@ -182,13 +182,16 @@ def export(
     return report
 
 
-def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
+def choose_version(run: Run, version: Version, head: Manifest | None = None) -> tuple[Manifest, list[str]]:
     """Return a version, by default the newest that servers serve, and notes about it.
+
+    Args:
+        head: the newest one, if it was read already and no version is named.
 
     Raises:
         NotFoundError: no such version; or none is named, and all are quarantined.
     """
-    manifest = run.resolve(version)
+    manifest = run.resolve(version) if head is None else head
     state = None
     if manifest.quarantine is not None:
         state = f"quarantined: {'; '.join(manifest.quarantine.reasons)}"

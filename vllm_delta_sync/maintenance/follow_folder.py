@@ -74,6 +74,7 @@ class FollowedFolder(ABC):
         self._base, self._shard_bytes, self._keep, self._progress = base, shard_bytes, keep, progress
         self._last_handled: str | None = None
         self._completed = False  # whether this process has looked for the model's small files
+        self._head: Manifest | None = None  # as of the last poll, if the head is followed
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -108,9 +109,15 @@ class FollowedFolder(ABC):
             StoreError: the bucket or the disk failed.
         """
         began = time.monotonic()
-        if not run.is_current():
-            raise ChainError(f"{run.bucket.url!r} holds another run than before; follow it into another folder")
-        target, _ = choose_version(run, version)
+        known = self._head
+        with ExitStack() as stack:
+            if version is None:  # as servers poll: what does not change is not read again
+                stack.enter_context(run.prefetching(None if known is None else known.version))
+            if not (run.is_there() if version is None else run.is_current()):
+                raise ChainError(f"{run.bucket.url!r} holds another run than before; follow it into another folder")
+            if version is None:
+                self._head = run.head(known)
+        target, _ = choose_version(run, version, self._head)
         try:
             current = self._current()
             if current is not None:

@@ -410,14 +410,17 @@ class RunReader:
                 f"another version {older.version} with a valid signature: the history was forked"
             )
 
-    def head(self) -> Manifest:
+    def head(self, known: Manifest | None = None) -> Manifest:
         """Return the newest committed manifest. HEAD.json may lag, so the versions after it are probed.
+
+        Args:
+            known: see ``reachable_head``.
 
         Raises:
             NotFoundError: nothing is published yet.
             DeltaSyncError: HEAD.json, or the newest manifest, is damaged.
         """
-        manifest, error = self.reachable_head()
+        manifest, error = self.reachable_head(known)
         if error is not None:
             raise error
         return manifest
