@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.support.chains import Chain
-from tests.support.publishers import Hooked
+from tests.support.publishers import Hook, Hooked, nothing
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
 from vllm_delta_sync.bucket import StoreOptions
@@ -30,10 +30,13 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.base_document import dump_canonical
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, VERSIONS_PREFIX, Manifest, version_key
+from vllm_delta_sync.format.documents import TAGS_PREFIX
+from vllm_delta_sync.format.manifest import HEAD_KEY, OBJECTS_PREFIX, RUN_KEY, VERSIONS_PREFIX, Manifest, version_key
 from vllm_delta_sync.maintenance import follow as follow_module
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
+from vllm_delta_sync.maintenance.gc.collect import collect
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
+from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run import run_reader
 from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, RunReader
 from vllm_delta_sync.trust import Keyring
@@ -208,6 +211,35 @@ def test_a_head_with_a_fingerprint_of_each_tensor_is_parsed_once_and_its_damage_
         run.head()
     chain.bucket.put(version_key(0), stored)
     assert run.head().version == 0
+
+
+# Several at once
+
+
+def meeting(together: threading.Barrier, *prefixes: str) -> Hook:
+    """A hook in which requests for such keys wait until enough are under way."""
+
+    def hook(key: str) -> None:
+        if key.startswith(prefixes):
+            together.wait(PATIENCE_SECONDS)
+
+    return hook
+
+
+def test_tags_are_read_together_and_so_is_whether_what_a_new_one_needs_is_stored(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    chain.grow(2)
+    for name in ("a", "b", "c"):
+        set_tag(open_run(chain.url), name, 1)
+    bucket, together = Far(chain.folder), threading.Barrier(3)
+    bucket.reading = meeting(together, TAGS_PREFIX)
+    run = RunReader(bucket)
+    assert sorted(run.tags()) == ["a", "b", "c"]
+    assert collect(run, dry_run=True).kept[1] == ["last", "tag a", "tag b", "tag c"]
+    bucket.reading = nothing
+    bucket.looking = meeting(together, OBJECTS_PREFIX)
+    set_tag(run, "d", 2)
+    assert not together.broken
 
 
 # A long run

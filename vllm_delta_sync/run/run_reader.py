@@ -680,10 +680,11 @@ class RunReader:
     def tags(self) -> dict[str, Tag]:
         """Return all tags by name, including those that branches set. A damaged tag raises."""
         found: dict[str, Tag] = {}
-        for name in [tag_of_key(item.key) for item in self.bucket.list(TAGS_PREFIX)]:
-            if name is not None:
-                with suppress(NotFoundError):  # deleted meanwhile
-                    found[name] = self.tag(name)
+        for _, tag in self.standalones([item.key for item in self.bucket.list(TAGS_PREFIX)]):
+            if isinstance(tag, DataError):
+                raise tag
+            if isinstance(tag, Tag):
+                found[tag.name] = tag
         return found
 
     def anchors(self) -> list[int]:

@@ -26,8 +26,6 @@ from vllm_delta_sync.format.documents import (
     Retention,
     Tag,
     named_versions,
-    tag_key,
-    tag_of_key,
 )
 from vllm_delta_sync.format.manifest import (
     OBJECTS_PREFIX,
@@ -318,16 +316,11 @@ def _of_standalone(item: ObjectInfo, document: Anchor | MergedDelta, history: li
 
 def _tags(run: RunReader, notes: list[str]) -> dict[str, Tag]:
     found: dict[str, Tag] = {}
-    names = [tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)]
-    for name in names:
-        if name is None:
-            continue
-        try:
-            found[name] = run.tag(name)
-        except NotFoundError:
-            continue  # deleted meanwhile
-        except ChainError as error:
-            notes.append(f"tag ignored: {error.message}")
-        except DataError as error:
-            raise _unreadable(tag_key(name), error) from error
+    for key, tag in run.standalones([item.key for item in run.bucket.list(TAGS_PREFIX)]):
+        if isinstance(tag, ChainError):
+            notes.append(f"tag ignored: {tag.message}")
+        elif isinstance(tag, DataError):
+            raise _unreadable(key, tag) from tag
+        elif isinstance(tag, Tag):
+            found[tag.name] = tag
     return found

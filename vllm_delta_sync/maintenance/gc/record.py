@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 
-from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import check_stored_size
 from vllm_delta_sync.errors import DataError, FormatError, LostError, NotFoundError
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import RETENTION_KEY, Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_of_key
 from vllm_delta_sync.run.read_plan import Plan, plan_read
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 
 SPELLED_RANGES = 8
 
@@ -55,21 +54,17 @@ def lasting_plan(run: RunReader, target: Manifest) -> Plan:
             found = plan_read(run, target, avoid)
         except DataError as error:
             raise _lost(record, target, first or error) from error
-        documents = [
-            (found.root.key, found.root.document.objects),
-            *((step.key, step.objects) for step in found.steps),
-        ]
-        for key, objects in documents:
-            try:
-                _check_stays(run, record, key, objects)
-            except DataError as error:
-                first = first or error
-                if key in avoid:
-                    raise _lost(record, target, first) from error
-                avoid.add(key)
-                break
-        else:
+        documents = [(found.root.key, found.root.document.objects), *((step.key, step.objects) for step in found.steps)]
+        listed = [(key, ref) for key, objects in documents for ref in objects]
+        answers = read_ahead(lambda item: _why_gone(run, record, *item), listed)
+        bad = next(((key, why) for (key, _), why in zip(listed, answers, strict=True) if why is not None), None)
+        if bad is None:
             return found
+        key, why = bad
+        first = first or why
+        if key in avoid:
+            raise _lost(record, target, first) from why
+        avoid.add(key)
 
 
 def _lost(record: Retention, target: Manifest, reason: DataError) -> DataError:
@@ -79,10 +74,13 @@ def _lost(record: Retention, target: Manifest, reason: DataError) -> DataError:
     return kind(f"version {target.version} cannot be rebuilt: {reason.message}; choose another version")
 
 
-def _check_stays(run: RunReader, record: Retention, key: str, objects: list[ObjectRef]) -> None:
-    """Raise NotFoundError or DigestError unless the objects of a document are stored, and stay."""
+def _why_gone(run: RunReader, record: Retention, key: str, ref: ObjectRef) -> DataError | None:
+    """Return why an object of a document is not stored, or does not stay; None if it is, and stays."""
     version = version_of_key(key)
     if version is not None and record.is_gone(version):
-        raise NotFoundError(f"{RETENTION_KEY} says that the objects of version {version} were removed, or will be")
-    for _ in in_parallel(lambda ref: check_stored_size(run.bucket, ref), objects):
-        pass
+        return NotFoundError(f"{RETENTION_KEY} says that the objects of version {version} were removed, or will be")
+    try:
+        check_stored_size(run.bucket, ref)
+    except DataError as error:
+        return error
+    return None
