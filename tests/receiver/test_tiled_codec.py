@@ -22,11 +22,11 @@ from vllm_delta_sync.engine.model import route_map
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import LiveBaseReader
 from vllm_delta_sync.engine.protocol import Commit, Outcome, Poll, Progress, Revert, Staged
-from vllm_delta_sync.engine.staging import stage as reading
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, open_steps
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, FormatError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run import objects as reading
 from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Positions
@@ -168,10 +168,10 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
             staging.update(arguments)
             raise EngineError("given up")
 
-    def slow(run: Any, ref: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         asked.set()
         assert go_on.wait(60)
-        return read_object(run, ref)
+        return read_object(*arguments)
 
     server.port.before = note
     with pytest.raises(EngineError):

@@ -21,8 +21,11 @@ from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.bucket.threads import PARALLEL
 from vllm_delta_sync.cli.log import log_document
 from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.engine.protocol import failed_step
+from vllm_delta_sync.engine.staging.stage import PhaseTimer, open_steps
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     FormatError,
     LimitError,
     NotFoundError,
@@ -38,6 +41,7 @@ from vllm_delta_sync.maintenance.gc.collect import collect
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run import run_reader
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.run_reader import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, RunReader
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.verify import verify_run
@@ -224,6 +228,35 @@ def meeting(together: threading.Barrier, *prefixes: str) -> Hook:
             together.wait(PATIENCE_SECONDS)
 
     return hook
+
+
+@pytest.mark.parametrize("where", ["restored", "staged"])
+@pytest.mark.parametrize("missing", [None, 2])
+def test_small_objects_of_several_steps_are_read_together(where: str, missing: int | None, tmp_path: Path) -> None:
+    """Without merged deltas, a reader that is 1,000 versions behind needs as many, each of which takes a round trip."""
+    chain = Chain(tmp_path)
+    chain.grow(3)
+    bucket, together = Far(chain.folder), threading.Barrier(3)
+    keys = [ref.key for manifest in chain.manifests[1:] for ref in manifest.objects]
+    bucket.reading = meeting(together, *keys)
+    run = Run(bucket)
+    steps = ReadPlanner(run).path(0, 3)
+    if missing is not None:
+        bucket.delete(chain.manifests[missing].objects[0].key)
+
+    def read() -> object:
+        if where == "restored":
+            return run.snapshot()
+        first = run.snapshot(0)
+        return open_steps(steps, list(first.fingerprints), PhaseTimer(), first.base_tensor)
+
+    if missing is None:
+        read()
+    else:
+        with pytest.raises(DataError) as caught:
+            read()
+        assert where == "restored" or failed_step(caught.value) == missing - 1
+    assert not together.broken
 
 
 def test_tags_are_read_together_and_so_is_whether_what_a_new_one_needs_is_stored(tmp_path: Path) -> None:

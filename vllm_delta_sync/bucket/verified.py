@@ -105,7 +105,12 @@ def time_hashing() -> Iterator[None]:
     try:
         yield
     finally:
-        _hashing_time.seconds += time.perf_counter() - began
+        count_hashing(time.perf_counter() - began)
+
+
+def count_hashing(seconds: float) -> None:
+    """Add to ``hashing_seconds``, such as what another thread has spent for this one."""
+    _hashing_time.seconds += seconds
 
 
 def hashing_seconds() -> float:

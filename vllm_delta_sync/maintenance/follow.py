@@ -30,8 +30,9 @@ from vllm_delta_sync.maintenance.export import ExportRecord, read_record
 from vllm_delta_sync.maintenance.follow_folder import OBJECTS, FollowedFolder, FollowedVersion
 from vllm_delta_sync.maintenance.slime_folder import SlimeFolder
 from vllm_delta_sync.run.checks import check_base_exists
+from vllm_delta_sync.run.objects import read_steps
 from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
-from vllm_delta_sync.run.restore import Progress, apply_step, restore
+from vllm_delta_sync.run.restore import DECODED_ELEMENTS, Progress, apply_step, restore
 from vllm_delta_sync.run.run_reader import MOVING
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
@@ -225,8 +226,8 @@ class _Folder(FollowedFolder):
                 return None
             weights = _NextWeights(run.table, files, folder, new, list(fingerprints))
             done = 0
-            for step in steps:
-                apply_step(step, weights, self._work)
+            for step, read in zip(steps, read_steps(steps, DECODED_ELEMENTS), strict=True):
+                apply_step(step, weights, self._work, read=read)
                 done += step.payload_bytes
                 if self._progress is not None:
                     self._progress(done, size)

@@ -26,7 +26,7 @@ from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.maintenance.anchor_writer import existing, put_document
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.decode import declared_changes, open_objects
-from vllm_delta_sync.run.objects import declared_change, needs_base_bits, open_step_objects, scratch_folder
+from vllm_delta_sync.run.objects import declared_change, needs_base_bits, open_step_objects, read_steps, scratch_folder
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.run.run_reader import RunReader
@@ -177,12 +177,14 @@ class _MergeBuilder:
         """Open every object of the steps, in order. Returns the error if one is damaged, and avoids its document."""
         deltas: list[list[DeltaReader]] = []
         reached = self.ends[0].model_fingerprint
-        for step in steps:
+        plains = [self._plain(step) for step in steps]
+        others = [step for step, plain in zip(steps, plains, strict=True) if plain is None]
+        stored = read_steps(others, None, lambda: folder, map_all=True)
+        for step, plain in zip(steps, plains, strict=True):
             check_stop(self.stop)
             try:
-                plain = self._plain(step)
                 if plain is None:
-                    opened = open_step_objects(step, folder, rolling)
+                    opened = open_step_objects(step, folder, rolling, next(stored))
                 else:
                     opened = open_objects(step.document, self.run.table, plain)
                 reached = check_step(step, reached, declared_change(opened))

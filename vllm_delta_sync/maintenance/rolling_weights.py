@@ -5,8 +5,9 @@ from pathlib import Path
 
 from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.run.objects import read_steps
 from vllm_delta_sync.run.read_plan import ReadPlanner
-from vllm_delta_sync.run.restore import apply_step, restore
+from vllm_delta_sync.run.restore import DECODED_ELEMENTS, apply_step, restore
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -86,9 +87,10 @@ class RollingWeights:
         planner = ReadPlanner(self._run)
         planner.add_manifests(current, target)
         try:
-            for step in planner.path(current.version, target.version):
+            steps = planner.path(current.version, target.version)
+            for step, read in zip(steps, read_steps(steps, DECODED_ELEMENTS), strict=True):
                 check_stop(self._stop)
-                apply_step(step, state, self._scratch)
+                apply_step(step, state, self._scratch, read=read)
         except DataError:
             return None
         return state if state.fingerprint == target.model_fingerprint else None

@@ -1,5 +1,7 @@
 """Fetch objects: ``read_object`` returns the bytes of one, ``open_step_objects`` opens those of a step.
 
+``read_steps`` reads small ones ahead.
+
 ``summarize_changes`` says what they change.
 """
 
@@ -14,7 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.verified import check_stored_size, download_object, time_hashing
+from vllm_delta_sync.bucket.ranged import PIECE_BYTES
+from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
+from vllm_delta_sync.bucket.verified import (
+    check_stored_size,
+    count_hashing,
+    download_object,
+    hashing_seconds,
+    time_hashing,
+)
 from vllm_delta_sync.codec.delta_reader import DeltaReader, pieces_of
 from vllm_delta_sync.errors import FormatError, StoreError
 from vllm_delta_sync.format.codecs import BASE_CODECS
@@ -69,6 +79,56 @@ def read_object(
     return run.fetch(ref)
 
 
+def read_steps(
+    steps: Sequence[Step], most: int | None = None, folder: Callable[[], Path] | None = None, map_all: bool = False
+) -> Iterator[list[Buffer | None]]:
+    """Yield the objects of each step; None for one that the caller has to read.
+
+    On a distant store, objects below ``PIECE_BYTES`` are read several at once, ahead of the step that is yielded: each
+    takes little more than a round trip. Larger ones are fetched in parallel ranges, and keep the link busy alone.
+
+    Args:
+        most: changed elements of a step up to which it is read ahead; None: any.
+        folder, map_all: as ``read_object``.
+
+    Raises:
+        As ``read_object``, at the step of the object.
+    """
+    wanted = [(step, ref) for step in steps for ref in step.objects]
+    if len(wanted) < 2 or not steps[0].run.is_remote:
+        for step in steps:
+            yield [None for _ in step.objects]
+        return
+
+    def read(item: tuple[Step, ObjectRef]) -> tuple[Buffer | None, float]:
+        step, ref = item
+        if ref.bytes >= PIECE_BYTES or (most is not None and step.changed > most):
+            return None, 0.0
+        began = hashing_seconds()
+        return read_object(step.run, ref, folder, map_all), hashing_seconds() - began
+
+    found = in_parallel(read, wanted, PARALLEL)
+    for step in steps:
+        objects: list[Buffer | None] = []
+        for _ in step.objects:
+            data, seconds = next(found)
+            count_hashing(seconds)
+            objects.append(data)
+        yield objects
+
+
+def step_objects(
+    step: Step,
+    read: Sequence[Buffer | None] | None = None,
+    folder: Callable[[], Path] | None = None,
+    map_all: bool = False,
+) -> Iterator[Buffer]:
+    """Yield the objects of a step. Args: read: of ``read_steps``. folder, map_all: as ``read_object``, which it calls
+    for the others."""
+    for ref, data in zip(step.objects, read or [None] * len(step.objects), strict=True):
+        yield read_object(step.run, ref, folder, map_all) if data is None else data
+
+
 def declared_change(parts: Iterable[DeltaReader]) -> Fingerprint:
     """Return the change of the model's fingerprint that objects declare, in the direction that they are read in."""
     return sum((change for part in parts for change in part.fingerprints.values()), Fingerprint())
@@ -115,16 +175,19 @@ def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, obje
     return summary
 
 
-def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -> list[DeltaReader]:
+def open_step_objects(
+    step: Step, folder: Path, old: BaseLookup | None = None, read: Sequence[Buffer | None] | None = None
+) -> list[DeltaReader]:
     """Open a step's objects for reading tensor by tensor; all of them are mapped, from the cache or from ``folder``.
 
     Args:
-        old: see ``DeltaReader``.
+        old: see ``DeltaReader``. read: of ``read_steps``.
 
     Raises:
         NotFoundError, DigestError: an object is missing or damaged. Otherwise as ``open_objects``.
     """
-    objects = (read_object(step.run, ref, lambda: folder, map_all=True) for ref in step.objects)
+    read = read or next(read_steps([step], None, lambda: folder, map_all=True))
+    objects = step_objects(step, read, lambda: folder, map_all=True)
     return open_objects(step.document, step.run.table, objects, old, step.backwards)
 
 

@@ -9,7 +9,7 @@ across a lost delta, or an older anchor.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,11 +36,19 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
+from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.process_folders import temporary_directory
 from vllm_delta_sync.run.checks import check_bits, check_tensor, read_shard
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
+from vllm_delta_sync.run.objects import (
+    declared_change,
+    open_step_objects,
+    read_object,
+    read_steps,
+    scratch_folder,
+    step_objects,
+)
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes
@@ -250,9 +258,10 @@ def execute_plan(
             weights = load(found)
             done, total = run.table.full_bytes, work_bytes(found)
             progress(done, total)
+            objects = read_steps(found.steps, DECODED_ELEMENTS)
             for step in found.steps:
                 key = step.key
-                apply_step(step, weights, scratch)
+                apply_step(step, weights, scratch, read=next(objects))
                 done += step.payload_bytes
                 progress(done, total)
             return found, weights
@@ -287,13 +296,20 @@ def work_bytes(found: Plan) -> int:
     return found.run.table.full_bytes + sum(step.payload_bytes for step in found.steps)
 
 
-def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None, in_pieces: bool | None = None) -> None:
+def apply_step(
+    step: Step,
+    state: StepTarget,
+    scratch: str | Path | None = None,
+    in_pieces: bool | None = None,
+    read: Sequence[Buffer | None] | None = None,
+) -> None:
     """Fetch, verify and apply a step. The weights are not touched unless all declared fingerprints fit them.
 
     Args:
         scratch: folder for temporary files; None for the system's.
         in_pieces: True maps the objects and decodes them in pieces, in the memory of a few tensors. False decodes the
             whole step before anything is applied. None decides by the step's size (``DECODED_ELEMENTS``).
+        read: its objects, of ``read_steps``.
 
     Raises:
         FingerprintError: the step was made for other weights; if a tensor has another fingerprint than declared after
@@ -310,7 +326,7 @@ def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None,
             for piece in pieces_of(parts):
                 state.apply(piece)
             return
-    objects = [read_object(step.run, ref) for ref in step.objects]
+    objects = list(step_objects(step, read))
     changes = decode_objects(step.document, step.run.table, objects, state.base_tensor, step.backwards)
     check_step(step, state.fingerprint, changes.fingerprint)
     state.apply(changes)

@@ -30,7 +30,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.checks import check_tensor, read_shard
 from vllm_delta_sync.run.decode import declared_changes, open_objects
-from vllm_delta_sync.run.objects import declared_change, read_object
+from vllm_delta_sync.run.objects import declared_change, read_object, read_steps, step_objects
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.tensors.changes import BaseLookup, Bits
@@ -54,7 +54,7 @@ class PhaseTimer:
     def tick(self, phase: str) -> None:
         """Count the time since the last call to a phase."""
         now, hashed = time.perf_counter(), hashing_seconds()
-        verified = hashed - self._hashed
+        verified = min(hashed - self._hashed, now - self._last)  # several objects may be hashed at once
         self.ms["verify"] += 1e3 * verified
         self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)
         self._last, self._hashed = now, hashed
@@ -132,9 +132,10 @@ def open_steps(
             of the step.
     """
     fetched: list[list[Buffer]] = []
+    early = read_steps(steps)
     for number, step in enumerate(steps):
         with attribute_errors(number):
-            fetched.append([read_object(step.run, ref) for ref in step.objects])
+            fetched.append(list(step_objects(step, next(early))))
     timer.tick("fetch")
     opened: list[list[DeltaReader]] = []
     total = sum(fingerprints, Fingerprint())
