@@ -36,8 +36,9 @@ from vllm_delta_sync.maintenance.anchor_writer import existing, make_anchor
 from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError, make_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_base_exists
+from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
-from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.run_reader import RunReader, read_ahead
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 
 logger = guarded_logger(__name__)
@@ -58,6 +59,9 @@ _tags: WeakKeyDictionary[RunReader, dict[ObjectInfo, Tag | None]] = WeakKeyDicti
 
 # Per run, the state at the last ``maintain``: the newest version that ends a range, the newest k-th version, the tags.
 _maintained: WeakKeyDictionary[RunReader, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
+
+# Per run, what ``_delta_bytes`` has added up: the bytes of the deltas after one version, up to another.
+_summed: WeakKeyDictionary[RunReader, tuple[int, int, int]] = WeakKeyDictionary()
 
 
 def due_ranges(first: int, last: int, breaks: list[int]) -> Iterator[VersionRange]:
@@ -115,7 +119,8 @@ def maintain(
         return []
     made: list[str] = []
     try:
-        missing = _missing_ranges(run, manifest, aligned) if merge and aligned else []
+        mergeable = plain_objects is not None or not (needs_base_bits(manifest) or manifest.codec == "raw")
+        missing = _missing_ranges(run, manifest, aligned) if merge and mergeable and aligned else []
         for pair in missing[:MERGES_PER_CALL]:
             make = partial(make_merged_delta, run, *pair, stop=stop, plain_objects=plain_objects)
             if _try_to_make(f"no merged delta of versions {pair[0]} to {pair[1]}", make):
@@ -243,18 +248,32 @@ def _milestone(run: RunReader, version: int, anchors: list[int], stop: Stop) -> 
 
 def _replay_costs_more(run: RunReader, manifest: Manifest, anchors: list[int]) -> bool:
     """Return whether a replay from the nearest anchor or version 0 reads more bytes than an anchor has."""
-    planner = ReadPlanner(run)
-    planner.add_manifests(manifest)
     bases = {item.version: item.base_version for item in manifest.breaks}
     bottom = max((number for number, base in bases.items() if base is None), default=0)
     root = max((anchor for anchor in anchors if bottom <= anchor <= manifest.version), default=bottom)
+    planner = ReadPlanner(run)
+    planner.add_manifests(manifest)
     try:
+        if not any(root < number for number in bases) and _delta_bytes(run, root, manifest) <= run.table.full_bytes:
+            return False  # no path takes more
         steps = planner.path(root, manifest.version)
     except DataError as error:
         logger.warning("cannot tell whether version %d needs an anchor: %s", manifest.version, error)
         return False
     # 100 versions of SmolLM2-135M at learning rate 1e-6, merged, are 6 % of the model (``benchmarks.catchup``).
     return sum(step.payload_bytes for step in steps) > run.table.full_bytes
+
+
+def _delta_bytes(run: RunReader, root: int, manifest: Manifest) -> int:
+    """Return the bytes of the deltas after ``root``, up to and with a version; reads only manifests that are new."""
+    known, last, total = _summed.get(run, (root, root, 0))
+    if known != root or last > manifest.version:
+        last, total = root, 0
+    if last < manifest.version:
+        total += sum(item.payload_bytes for item in read_ahead(run.manifest, range(last + 1, manifest.version)))
+        total += manifest.payload_bytes
+    _summed[run] = root, manifest.version, total
+    return total
 
 
 @dataclass
