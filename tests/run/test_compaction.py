@@ -513,7 +513,8 @@ def test_an_anchor_when_replaying_costs_more(tmp_path: Path) -> None:
 def test_what_upkeep_reads_does_not_grow_where_nothing_can_be_merged(tmp_path: Path) -> None:
     """As on sharded trainers, whose versions only `compact` merges: each call read every manifest since the anchor."""
     written = make(tmp_path, table=TensorTable([TensorSpec("w", "BF16", (100_000,))]))
-    run, read = written.run, []
+    run = written.run
+    read: list[int] = []
     with mock.patch.object(LocalBucket, "get", autospec=True, side_effect=LocalBucket.get) as get:
         for _ in range(24):
             manifest = written.publish(0.001, "tiled")
