@@ -228,11 +228,12 @@ def test_gathered_weights_that_are_left_out_give_way(url: str, tmp_path: Path) -
     assert_holds(open_run(url), 2, saved(actor, tmp_path / "saved"), tmp_path / "base")
     publisher = gathered_publisher(url, tmp_path / "base", **chosen)
     assert publisher is not None
-    with (
-        publisher,
-        pytest.raises(ModelError, match=r"'critic.*', which is left out, and 'actor.* first, or let rename"),
-    ):
-        publisher.publish(3, weights=backwards)
+    with publisher:
+        with pytest.raises(ModelError, match=r"'critic.*', which is left out, and 'actor.* first, or let rename"):
+            publisher.publish(3, weights=backwards)
+        change(model)
+        assert publisher.publish(3, wait=True, weights=gathered(model)).version == 3
+    assert_holds(open_run(url), 3, saved(actor, tmp_path / "saved again"), tmp_path / "base")
 
 
 def gathered_of(model: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor]]:

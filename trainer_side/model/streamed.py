@@ -122,6 +122,7 @@ class StreamedWeights(LiveTensors):
         """Yield the weights under their names in the base; of those left out, only what the base has."""
         given: dict[str, str] = {}
         left_out: set[str] = set()
+        self.excluded.clear()  # a call that was refused may have found others
         for name, value in pairs(weights):
             kept, renamed = self._selection.keeps(name), self._selection.renamed(name)
             numbers = self._routes_by_source.get(renamed, [])
