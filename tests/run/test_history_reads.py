@@ -128,14 +128,16 @@ def test_follow_polls_as_a_server_does(trusting: bool, tmp_path: Path, monkeypat
         assert polls.asked[poll] == sorted([HEAD_KEY, version_key(head + 1), *again])
 
 
+@pytest.mark.parametrize("trusting", [False, True])
 @pytest.mark.parametrize("pointed", [None, 2])
 def test_where_head_json_is_lost_or_far_behind_a_poll_begins_at_what_is_known(
-    pointed: int | None, tmp_path: Path
+    pointed: int | None, trusting: bool, tmp_path: Path
 ) -> None:
-    chain = Chain(tmp_path)
+    keyring = keyring_at(tmp_path / "key") if trusting else None
+    chain = Chain(tmp_path, keyring=keyring)
     chain.grow(8)
     bucket = Far(chain.folder)
-    run = RunReader(bucket)
+    run = RunReader(bucket, keyring)
     known = run.head()
     bucket.delete(HEAD_KEY)
     if pointed is not None:

@@ -451,7 +451,7 @@ class RunReader:
             head = self.pointer
             if head is not None:
                 end = head.version
-            manifest = self._pointed_at(head, None if self.keyring.checks_signatures else known)
+            manifest = self._pointed_at(head, known)
         except DataError as error:
             sizes = self._manifest_sizes()
             if self.pointer is None and not sizes and isinstance(error, NotFoundError):
@@ -513,8 +513,9 @@ class RunReader:
 
     def _pointed_at(self, head: Head | None, known: Manifest | None) -> Manifest:
         if known is not None and head is not None and (head.version, head.manifest) == (known.version, known.digest):
-            return known
-        if known is not None and self._reached == (head, known.digest):
+            if not self.keyring.checks_signatures:
+                return known
+        elif known is not None and self._reached == (head, known.digest):
             # Otherwise each poll would read all versions after a HEAD.json that is lost or stays behind.
             with suppress(DataError):
                 if self.manifest(known.version).digest == known.digest:
