@@ -38,7 +38,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.documents import Claim, claim_key
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key, claim_of_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
@@ -354,30 +354,42 @@ class RunWriter:
             )
 
     def _check_epoch(self) -> None:
-        """Raise ConflictError if a later epoch is claimed, or another writer's claim replaced the own one."""
-        key = claim_key(self.epoch + 1)
-        if not exists(self._bucket, key):
-            # Another writer has the same epoch where create-if-absent is not atomic, and if it took over after the
-            # bucket was restored to a state before the own claim.
-            key = claim_key(self.epoch)
-            if not self._is_replaced(key):
-                return
-        raise ConflictError(
-            f"another publisher has taken over the run at {self._bucket.url} ({key}); this one stops: nothing it "
-            "publishes from now on would be kept"
-        )
+        """Raise ConflictError if a later epoch is claimed, or another writer's claim is in place of the own one."""
+        key: str | None = claim_key(self.epoch + 1)
+        if not exists(self._bucket, claim_key(self.epoch + 1)):
+            # Another writer has the same epoch where create-if-absent is not atomic; and the same or an earlier one if
+            # it took over after the bucket was restored to a state before the own claim.
+            key = self._replacing_claim()
+        if key is not None:
+            raise ConflictError(
+                f"another publisher has taken over the run at {self._bucket.url} ({key}); this one stops: nothing it "
+                "publishes from now on would be kept"
+            )
 
-    def _is_replaced(self, key: str) -> bool:
-        """Return whether another writer's claim is in place of the own one; one that is damaged or missing is none."""
+    def _replacing_claim(self) -> str | None:
+        """Return the key of another writer's claim in place of the own one or, if that is gone, of one made after it.
+
+        One that is damaged is none.
+        """
         if self._claim_data is None:
-            return False
+            return None
+        key = claim_key(self.epoch)
         own = Claim.from_bytes(self._claim_data, key)
-        try:
-            found = Claim.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key)
-        except DataError:
-            return False
-        # Not by one of them: a bit that flipped may be in it.
-        return found.writer != own.writer and found.created_at != own.created_at
+        with suppress(DataError):
+            try:
+                found = self._read_claim(key)
+            except NotFoundError:
+                keys = [info.key for info in self._bucket.list(CLAIMS_PREFIX)]
+                key = max((each for each in keys if claim_of_key(each) is not None), default=key)
+                found = self._read_claim(key)
+                return key if found.created_at > own.created_at else None
+            # Not by one of them: a bit that flipped may be in it.
+            if found.writer != own.writer and found.created_at != own.created_at:
+                return key
+        return None
+
+    def _read_claim(self, key: str) -> Claim:
+        return Claim.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key)
 
     # Where create-if-absent is not atomic
 

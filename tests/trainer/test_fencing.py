@@ -282,12 +282,13 @@ def test_two_that_take_over_at_once_get_different_epochs(bucket: Hooked, trainer
     assert_holds(bucket, 1, trainer.live)
 
 
-def test_writer_of_the_same_epoch_after_a_restored_backup_stops_the_former_one(
-    bucket: Hooked, trainer: Trainer
-) -> None:
-    """The backup has no claim of the former one, so the next to take over gets the same epoch."""
+@pytest.mark.parametrize("takeovers", [0, 2])
+def test_writer_after_a_restored_backup_stops_the_former_one(bucket: Hooked, trainer: Trainer, takeovers: int) -> None:
+    """The backup has no claim of the former one, so the next to take over gets the same epoch, or an earlier one."""
     Publisher(trainer.live, bucket).close()
     backup = {info.key: bucket.get(info.key) for info in bucket.list()}
+    for _ in range(takeovers):
+        Publisher(trainer.live, bucket).close()
     former, theirs = Publisher(trainer.live, bucket, merge=False), trainer.copy()
     publish(former, trainer)
     for info in list(bucket.list()):
@@ -306,16 +307,18 @@ def test_writer_of_the_same_epoch_after_a_restored_backup_stops_the_former_one(
 
 def test_claim_that_is_damaged_or_lost_stops_no_writer(bucket: Hooked, trainer: Trainer) -> None:
     Publisher(trainer.live, bucket).close()
+    Publisher(trainer.live, bucket).close()
     with Publisher(trainer.live, bucket) as publisher:
-        own = bucket.get(claim_key(1))
+        own = bucket.get(claim_key(2))
         at = own.index(b'"writer":"') + 10
-        bucket.put(claim_key(1), own[:at] + (b"0" if own[at : at + 1] != b"0" else b"1") + own[at + 1 :])
+        bucket.put(claim_key(2), own[:at] + (b"0" if own[at : at + 1] != b"0" else b"1") + own[at + 1 :])
         publish(publisher, trainer)
-        bucket.put(claim_key(1), b"{")
+        bucket.put(claim_key(2), b"{")
         publish(publisher, trainer)
-        bucket.delete(claim_key(1))
-        publish(publisher, trainer)
-    assert epochs(bucket) == [0, 1, 1, 1]
+        for key in (claim_key(2), claim_key(1)):
+            bucket.delete(key)
+            publish(publisher, trainer)
+    assert epochs(bucket) == [0, 2, 2, 2, 2]
 
 
 def test_manifest_of_the_same_or_a_later_epoch_is_a_conflict(bucket: Hooked, trainer: Trainer) -> None:
