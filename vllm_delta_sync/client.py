@@ -136,7 +136,9 @@ class Run(RunReader):
         from vllm_delta_sync.run.partial import any_sharded, check_targets, check_ties, fill_shards
 
         found = target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target
-        targets = {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+        targets = {
+            name: value for name, value in found.items() if isinstance(value, torch.Tensor) or name in self.table
+        }
         check_targets(targets, {spec.name: spec for spec in self.table}, strict)
         if any_sharded(targets):
             fill_shards(self, self.resolve(version), targets, base)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,3 +196,8 @@ def test_target_that_does_not_fit_is_left_alone(tree: Whole) -> None:
     state["extra"] = torch.zeros(3)
     tree.run.load_into(state, 5, strict=False)
     assert np.array_equal(bits_of(state["a"]), tree.writer.bits[5][0])
+    # What would stay as it is must not count as filled.
+    arrays: Any = {name: tensor.float().numpy() for name, tensor in state.items()}
+    for strict in (False, True):
+        with pytest.raises(TensorMismatchError, match="'a' of the target is a ndarray; give a"):
+            tree.run.load_into(arrays, 5, strict=strict)

@@ -231,6 +231,9 @@ def check_targets(targets: TargetTensors, specs: Mapping[str, TensorSpec], stric
     Args:
         specs: of the run's tensors. strict: whether both sides must have the same tensors.
     """
+    for name, target in targets.items():
+        if not isinstance(target, torch.Tensor):  # such as an array of numpy
+            raise TensorMismatchError(f"{name!r} of the target is a {type(target).__name__}; give a torch.Tensor")
     filled = {_memory(targets[name]) for name in specs if name in targets}
     if strict:
         absent = next((name for name in specs if name not in targets), None)
