@@ -5,6 +5,8 @@ from pathlib import Path
 from tests.support.samples import state_of
 from tests.support.written import TABLE, Written, assert_bits
 from vllm_delta_sync.maintenance.compact import compact
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.tensors.changes import Changes
 
 CHANGING = {5, 6, 8}
@@ -32,7 +34,9 @@ def test_a_manifest_is_all_there_is(tmp_path: Path) -> None:
     compact(run)
     merged_delta = run.merged_delta(0, 4)
     assert (merged_delta.objects, merged_delta.changed) == ([], 0)
-    assert (merged_delta.requires, merged_delta.reversible) == ([], True)
+    tiled = make_merged_delta(run, 1, 3, codec="tiled", weights=RollingWeights(run))
+    for made in (merged_delta, tiled):
+        assert (made.requires, made.reversible) == ([], True)
     assert len(run.merged_delta(4, 8).objects) == 1
     state = state_of(TABLE, written.writer.bits[0])
     for first in (0, 4):

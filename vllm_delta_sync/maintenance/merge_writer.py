@@ -211,10 +211,10 @@ class _MergeBuilder:
             old: the bits at the first version, which codec ``tiled`` needs.
 
         Returns:
-            The objects, the elements in them, and whether they hold distances only.
+            The objects, the elements in them, and whether they can be reverted.
         """
         written: list[tuple[ObjectRef, Path]] = []
-        changed, reversible = 0, self.codec not in BASE_CODECS
+        changed, reversible = 0, True
         carried: set[int] = set()
         more = True
         while more:
@@ -237,7 +237,7 @@ class _MergeBuilder:
             raise FingerprintError(
                 f"tensor {self.run.table[min(lost)].name!r} ends unchanged, but its versions declare a change"
             )
-        return written, changed, reversible
+        return written, changed, reversible and not (written and self.codec in BASE_CODECS)
 
     def _publish(
         self, written: list[tuple[ObjectRef, Path]], changed: int, reversible: bool, replace: bool
