@@ -327,9 +327,9 @@ class RunWriter:
     def check_not_fenced(self) -> None:
         """Raise ConflictError if this is no longer the writer of the run, or the run was removed.
 
-        Takes two small gets and one stat; the first get in parallel, where the store is remote.
+        Takes two small gets and one stat, in parallel where the store is remote.
         """
-        checks = (self._check_same_run, self._check_epoch)
+        checks = (self._check_same_run, self._check_epoch, self._check_own_claim)
         run_all = in_parallel if is_remote(self._bucket.url) else map
         try:
             for _ in run_all(lambda check: check(), checks):
@@ -354,17 +354,22 @@ class RunWriter:
             )
 
     def _check_epoch(self) -> None:
-        """Raise ConflictError if a later epoch is claimed, or another writer's claim is in place of the own one."""
-        key: str | None = claim_key(self.epoch + 1)
-        if not exists(self._bucket, claim_key(self.epoch + 1)):
-            # Another writer has the same epoch where create-if-absent is not atomic; and the same or an earlier one if
-            # it took over after the bucket was restored to a state before the own claim.
-            key = self._replacing_claim()
+        key = claim_key(self.epoch + 1)
+        if exists(self._bucket, key):
+            raise self._taken_over(key)
+
+    def _check_own_claim(self) -> None:
+        # Another writer has the same epoch where create-if-absent is not atomic; and the same or an earlier one if it
+        # took over after the bucket was restored to a state before the own claim.
+        key = self._replacing_claim()
         if key is not None:
-            raise ConflictError(
-                f"another publisher has taken over the run at {self._bucket.url} ({key}); this one stops: nothing it "
-                "publishes from now on would be kept"
-            )
+            raise self._taken_over(key)
+
+    def _taken_over(self, key: str) -> ConflictError:
+        return ConflictError(
+            f"another publisher has taken over the run at {self._bucket.url} ({key}); this one stops: nothing it "
+            "publishes from now on would be kept"
+        )
 
     def _replacing_claim(self) -> str | None:
         """Return the key of another writer's claim in place of the own one or, if that is gone, of one made after it.
