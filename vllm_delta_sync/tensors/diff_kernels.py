@@ -102,8 +102,8 @@ def _find(old, new, offset, relative, fresh):
     size = np.uint64(old.size)
     whole = size - size % LANES
     start = ZERO
-    # Without prefetches: the processor's own follow both arrays, and with ours, a pass of 135 M elements took 26 ms
-    # instead of 17 whenever the one before had left the cache in another state.
+    # Without prefetches: the processor's own follow both arrays. With ours as well, detecting changes took 1.2 times as
+    # long ("detect changes" of benchmarks.codec).
     while start < whole:
         word = differing(old, new, start)
         left = ones(word)
