@@ -199,12 +199,22 @@ def test_certificate_that_is_not_trusted_is_named_at_once(tmp_path: Path) -> Non
     assert type(caught.value) is StoreError
 
 
-def test_machine_without_certificates_is_named_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a small container is. The Hub's own client brings its certificates."""
+@pytest.mark.parametrize("client", ["hf_xet", "huggingface_hub"])
+@pytest.mark.parametrize("file", ["missing", "not certificates"])
+def test_machine_without_certificates_is_named_at_once(
+    client: str, file: str, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a small container is. The Hub's own client brings its certificates, unless SSL_CERT_FILE is set."""
+    path = tmp_path / "ca.pem"
+    if file != "missing":
+        path.write_text("no certificate")
+    huggingface_hub.close_session()
+    if client == "hf_xet":
+        huggingface_hub.get_session()
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
-    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
     # Sessions of hf_xet are kept by their times.
-    bucket = HubBucket(parse_store_url(URL), StoreOptions(store_deadline=47.25))
+    bucket = HubBucket(parse_store_url(URL), StoreOptions(store_deadline=47.25 if file == "missing" else 47.5))
     with pytest.raises(StoreError, match="install ca-certificates, or set SSL_CERT_FILE") as caught:
         bucket.put("a", b"x")
     assert type(caught.value) is StoreError

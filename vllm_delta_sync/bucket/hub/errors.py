@@ -2,6 +2,7 @@
 
 import errno
 import re
+import ssl
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import AccessError, DeltaSyncError, StoreError, UnavailableError, UsageError
@@ -100,8 +101,10 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
         return _refused_by_store(error, status, names, failed, location)
     if _CERTIFICATE.search(str(error)):
         return StoreError(f"{failed}: {text_of(error)}; for a private CA, set SSL_CERT_FILE to its certificate file")
-    if "builder error" in str(error):
-        # Unlike the Hub's own client, hf_xet brings no certificates.
+    # Unlike the Hub's own client, hf_xet brings no certificates. Both take SSL_CERT_FILE as it is: the Hub's client raises
+    # the errors of Python's ssl, without the file's name, and wraps all errors of connections.
+    unnamed = isinstance(error, FileNotFoundError | PermissionError) and error.filename is None
+    if "builder error" in str(error) or unnamed or isinstance(error, ssl.SSLError):
         return StoreError(
             f"{failed}: {text_of(error)}; this machine may have no CA certificates: install ca-certificates, or set "
             "SSL_CERT_FILE to a file of them"
