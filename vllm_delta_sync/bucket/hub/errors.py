@@ -101,8 +101,8 @@ def translate_hub_error(error: Exception, action: str, location: HubLocation) ->
         return _refused_by_store(error, status, names, failed, location)
     if _CERTIFICATE.search(str(error)):
         return StoreError(f"{failed}: {text_of(error)}; for a private CA, set SSL_CERT_FILE to its certificate file")
-    # Unlike the Hub's own client, hf_xet brings no certificates. Both take SSL_CERT_FILE as it is: the Hub's client raises
-    # the errors of Python's ssl, without the file's name, and wraps all errors of connections.
+    # Unlike the Hub's own client, hf_xet brings no certificates. Both take SSL_CERT_FILE as it is: the Hub's client
+    # raises the errors of Python's ssl, without the file's name, and wraps all errors of connections.
     unnamed = isinstance(error, FileNotFoundError | PermissionError) and error.filename is None
     if "builder error" in str(error) or unnamed or isinstance(error, ssl.SSLError):
         return StoreError(
