@@ -115,14 +115,23 @@ class Site:
         self.world = World(root)
         self.warned: list[str] = []
 
+    def client(self) -> OneClient:
+        return OneClient(Core(ModulePort(*self.world.models)))
+
     async def start(self) -> OneClient:
         """Follow until version 0 is served."""
-        client = OneClient(Core(ModulePort(*self.world.models)))
+        client = self.client()
         settings = Settings(bucket=self.world.url, poll_seconds=0.01, receiver_id="server", prefix_cache="keep")
         self.service = ReceiverService(ServerEnginePort(client, asyncio.get_running_loop(), settings), settings)
         self.service.start()
         await self.served(0)
         return client
+
+    def attach(self, client: OneClient, **options: Any) -> embedded.AsyncSync:
+        settings = Settings(bucket=self.world.url, poll_seconds=0.01, prefix_cache="keep", **options)
+        sync = embedded.AsyncSync(client, settings)
+        self.service = sync._service
+        return sync
 
     async def served(self, version: int) -> None:
         async with asyncio.timeout(WAIT):
@@ -269,10 +278,8 @@ def test_a_call_that_the_engine_of_an_llm_has_not_answered_ends_with_it(
 @pytest.mark.parametrize("end", ["close", "shutdown", "death"])
 def test_who_waits_for_a_version_learns_at_once_that_it_cannot_come(site: Site, end: str) -> None:
     async def main() -> None:
-        engine = OneClient(Core(ModulePort(*site.world.models)))
-        settings = Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep")
-        sync = embedded.AsyncSync(engine, settings)
-        site.service = sync._service
+        engine = site.client()
+        sync = site.attach(engine)
         await sync.wait(0, WAIT)
         waiting = asyncio.create_task(sync.wait(9, timeout=10 * WAIT))
         await asyncio.sleep(0.05)
@@ -290,9 +297,7 @@ def test_who_waits_for_a_version_learns_at_once_that_it_cannot_come(site: Site, 
 
 def test_a_version_that_is_no_number_is_refused_with_the_way_to_one(site: Site) -> None:
     async def main() -> None:
-        engine = OneClient(Core(ModulePort(*site.world.models)))
-        sync = embedded.AsyncSync(engine, Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep"))
-        site.service = sync._service
+        sync = site.attach(site.client())
         await sync.wait(0, WAIT)
         offline = embedded.OfflineSync(sync._service.receiver)
         for version in ("tag:best", 1.0, True, -1):
@@ -311,9 +316,8 @@ def in_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
 
 def test_a_close_that_was_cancelled_can_be_called_again(site: Site) -> None:
     async def main() -> None:
-        engine = OneClient(Core(ModulePort(*site.world.models)))
-        sync = embedded.AsyncSync(engine, Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep"))
-        site.service = sync._service
+        engine = site.client()
+        sync = site.attach(engine)
         setattr(engine, embedded.ATTACHED, sync)
         await sync.wait(0, WAIT)
         engine.holds = "describe"
@@ -338,12 +342,8 @@ def test_a_close_that_cannot_wait_for_a_commit_leaves_none_behind(
     monkeypatch.setattr(embedded, "CLOSE_SECONDS", 0.1)
 
     async def main() -> None:
-        engine = OneClient(Core(ModulePort(*site.world.models)))
-        settings = Settings(
-            bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep", policy="manual" if asked else "follow"
-        )
-        sync = embedded.AsyncSync(engine, settings)
-        site.service = sync._service
+        engine = site.client()
+        sync = site.attach(engine, policy="manual" if asked else "follow")
         if asked:
             await sync.to()
         await sync.wait(0, WAIT)
@@ -383,7 +383,7 @@ def test_a_loop_that_its_owner_blocks_in_a_commit_ends_no_engine(
     monkeypatch.setattr(ServerEnginePort, "_ask_paused", asked)
 
     async def main() -> None:
-        engine = OneClient(Core(ModulePort(*site.world.models)))
+        engine = site.client()
         call = engine._call_utility_async
 
         async def answered(method: str, *args: Any, engine: bytes) -> Any:
@@ -393,9 +393,7 @@ def test_a_loop_that_its_owner_blocks_in_a_commit_ends_no_engine(
             return answer
 
         monkeypatch.setattr(engine, "_call_utility_async", answered)
-        settings = Settings(bucket=site.world.url, poll_seconds=0.01, prefix_cache="keep", pause_seconds=0.5)
-        sync = embedded.AsyncSync(engine, settings)
-        site.service = sync._service
+        sync = site.attach(engine, pause_seconds=0.5)
         await sync.wait(0, WAIT)
         await asyncio.to_thread(site.world.train, 1)
         await sync.wait(1, WAIT)
