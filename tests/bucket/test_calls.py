@@ -17,7 +17,7 @@ import sys
 import torch
 from trainer_side import Publisher
 live = {f"w{number}": torch.zeros(100_000) for number in range(4)}
-publisher = Publisher(live, sys.argv[1], shard_bytes=250_000)
+publisher = Publisher(live, sys.argv[1], shard_bytes=int(sys.argv[2]))
 for tensor in live.values():
     tensor.add_(torch.rand_like(tensor))
 publisher.publish(step=1)
@@ -61,7 +61,11 @@ def test_an_interrupt_does_not_wait_for_a_store_that_hangs() -> None:
     hangs.set()
 
 
-def test_a_version_in_parts_goes_out_at_the_end_of_a_program_that_closes_nothing(tmp_path: Path) -> None:
-    run_python("-c", UNCLOSED, str(tmp_path / "run"))
-    head = open_run(str(tmp_path / "run")).head()
-    assert (head.version, len(head.objects) > 1) == (1, True)
+@pytest.mark.parametrize("shard_bytes", [250_000, 10_000_000], ids=["in parts", "whole"])
+def test_a_version_goes_out_at_the_end_of_a_program_that_closes_nothing(tmp_path: Path, shard_bytes: int) -> None:
+    url = str(tmp_path / "run")
+    run_python("-c", UNCLOSED, url, str(shard_bytes))
+    run = open_run(url)
+    report = run.verify()
+    assert (report.head, report.replayed) == (1, True)
+    assert (len(run.head().objects) > 1) == (shard_bytes == 250_000)

@@ -1,14 +1,10 @@
-"""A publisher that is interrupted, raced by its own trainer, or whose program ends."""
+"""A publisher that is interrupted, or raced by its own trainer."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -197,22 +193,3 @@ def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer
     assert (head.step, head.version) == (1000, publisher.version)
     assert all(manifest.kind == "delta" for manifest in open_run(bucket.url).log() if manifest.version)
     assert_holds(bucket, head.version, trainer.live)
-
-
-PUBLISH_AND_END = """
-import sys
-from tests.support.publishers import Trainer
-from trainer_side import Publisher
-trainer = Trainer()
-publisher = Publisher(trainer.live, sys.argv[1])
-trainer.step()
-publisher.publish(step=1)
-"""
-
-
-def test_program_that_ends_without_closing_still_finishes_its_version(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, "-c", PUBLISH_AND_END, url], env=environment, timeout=300, check=True)
-    report = open_run(url).verify()
-    assert (report.head, report.replayed) == (1, True)
