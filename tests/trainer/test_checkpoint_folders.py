@@ -658,10 +658,6 @@ def test_a_publisher_that_was_fenced_ends(out: Path, url: str) -> None:
     assert_versions(url, [weights(1), weights(2)])
 
 
-# Memory
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_run_that_was_removed_before_the_first_checkpoint_is_not_begun_again(
     replaced: bool, out: Path, url: str
@@ -681,27 +677,6 @@ def test_a_run_that_was_removed_before_the_first_checkpoint_is_not_begun_again(
             list(watcher.watch(once=True))
     assert steps_of(url) == [1] if replaced else not Path(url).exists()
     assert watch_once(out, url)[-1] == ("checkpoint-2", "published", 1)
-
-
-def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
-    """For beginning a run, and for taking it over with changes; the model has 320 MB, its largest tensor 16 MB. Taking
-    over downloads the anchor, which takes memory for the pieces under way."""
-    torch.manual_seed(0)
-    tensors = {f"layers.{number}": torch.randn(4000, 2000).bfloat16() for number in range(20)}
-    folders = []
-    for step in range(2):
-        for tensor in tensors.values():
-            tensor.view(-1)[step::1009] += 1
-        folders.append(str(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors)))
-    for version, folder in enumerate(folders):
-        limit = 70e6 + version * CONNECTIONS * PIECE_BYTES
-        command = [sys.executable, "-m", "tests.support.folder_memory", url, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
-        assert report["versions"] == [version]
-        assert report["anonymous"] < limit, report
-    assert_holds(open_run(url), None, tensors)
 
 
 def test_a_checkpoint_that_the_gate_refuses_holds_up_no_other(out: Path, url: str) -> None:
@@ -726,3 +701,28 @@ def test_a_checkpoint_that_the_gate_refuses_holds_up_no_other(out: Path, url: st
 def test_options_that_make_no_sense_for_folders(url: str, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}= is given, but"):
         CheckpointPublisher(url, None, **{name: 2})  # type: ignore[arg-type]
+
+
+# Memory
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
+    """For beginning a run, and for taking it over with changes; the model has 320 MB, its largest tensor 16 MB. Taking
+    over downloads the anchor, which takes memory for the pieces under way."""
+    torch.manual_seed(0)
+    tensors = {f"layers.{number}": torch.randn(4000, 2000).bfloat16() for number in range(20)}
+    folders = []
+    for step in range(2):
+        for tensor in tensors.values():
+            tensor.view(-1)[step::1009] += 1
+        folders.append(str(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors)))
+    for version, folder in enumerate(folders):
+        limit = 70e6 + version * CONNECTIONS * PIECE_BYTES
+        command = [sys.executable, "-m", "tests.support.folder_memory", url, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["versions"] == [version]
+        assert report["anonymous"] < limit, report
+    assert_holds(open_run(url), None, tensors)
