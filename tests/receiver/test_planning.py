@@ -16,6 +16,7 @@ from tests.support.chains import Chain, Server, tensors_of
 from tests.support.hooks import Hook, HookedPort, failing
 from tests.support.samples import changes_between
 from tests.support.seeds import seeds
+from tests.support.written import assert_bits
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
@@ -363,8 +364,7 @@ def test_head_is_reached_wherever_anything_leads_there(tmp_path: Path, seed: int
     run = open_run(chain.url)
     manifest, state = rebuild(run, newest_good_manifest(run), "/nowhere")
     assert manifest.version == story.head or not story.leads_there()
-    for found, right in zip(state.bits, chain.bits[manifest.version], strict=True):
-        assert np.array_equal(found, right)
+    assert_bits(state, chain.bits[manifest.version])
 
 
 # Branches: from a run to one that begins with a version of it, without a full reload
@@ -509,8 +509,7 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     run = open_run(branch.url)
     manifest, state = rebuild(run, newest_good_manifest(run), "/nowhere")
     assert manifest.version == 3
-    for found, right in zip(state.bits, branch.bits[3], strict=True):
-        assert np.array_equal(found, right)
+    assert_bits(state, branch.bits[3])
     server = Server(branch, branch.bits[3], ranks)
     for model in server.models:
         model.delta_sync_loaded = ClaimedVersion(branch.run, branch.url, 3, list(state.fingerprints))
