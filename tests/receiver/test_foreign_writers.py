@@ -4,7 +4,6 @@ thread touches weights when: set-up, commits, sleep, and vLLM's own writers."""
 import inspect
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from tests.support.device import SimulatedDevice
 from tests.support.hooks import hooked, nothing
 from tests.support.modules import FusedModel, ModulePort
-from tests.support.services import WAIT
+from tests.support.services import WAIT, wait_until
 from tests.support.world import World
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
@@ -366,13 +365,12 @@ class SlowRead:
 
 def wait_until_moving(thread: threading.Thread) -> None:
     """Return once a thread is on its way into ``WeightMemory.exclusive``, and waits there if it has to."""
-    deadline = time.monotonic() + WAIT
-    while time.monotonic() < deadline:
+
+    def is_moving() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
-        if frame is not None and frame.f_code is inspect.unwrap(WeightMemory.exclusive).__code__:
-            return
-        time.sleep(0.001)
-    raise AssertionError("the thread does not wait for the weights")
+        return frame is not None and frame.f_code is inspect.unwrap(WeightMemory.exclusive).__code__
+
+    wait_until(is_moving)
 
 
 @pytest.mark.parametrize("call", ["sleep", "reload_weights"])
