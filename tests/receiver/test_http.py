@@ -3,7 +3,6 @@
 import asyncio
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from fastapi import FastAPI
 from starlette.requests import Request
 
+from tests.support.held_calls import HeldCalls
 from tests.support.services import wait_until
 from tests.support.web import BEARER, CHANGING, ELSEWHERE, Site, listening
 from vllm_delta_sync.engine.api import access, routes
@@ -296,23 +296,16 @@ def test_version_that_does_not_come_by_itself_is_409(served: Served, words: str)
 def test_version_that_was_requested_is_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the bucket has been read, nothing else tells that a request is under way."""
     receiver = served.site.service.receiver
-    reading, leave, poll = threading.Event(), threading.Event(), receiver.history.poll
-
-    def slow(*arguments: Any) -> Any:
-        reading.set()
-        assert leave.wait(120)
-        return poll(*arguments)
-
     served.site.publish(1)
-    monkeypatch.setattr(receiver.history, "poll", slow)
+    reads = HeldCalls(monkeypatch, receiver.history, "poll")
     requests = [later(served.tell, "sync", {"version": 1})]
     wait_until(lambda: receiver.board.requests)  # with a fixed target the bucket is read without a request too
-    assert reading.wait(120)
+    assert reads.reached.wait(120)
     if served.site.settings.policy == "manual":
         requests.append(later(served.tell, "sync"))  # waits for the one before
     waiting = [later(served.ask, 1), later(served.get, "wait?version=1&timeout=120")]
     served.wait_for_waiters(2)
-    leave.set()
+    reads.open.set()
     assert [one.result(120).status_code for one in waiting] == [200, 200]
     for request in requests:
         request.result(120)
@@ -362,21 +355,12 @@ def test_ready_follows_hold_loss_and_end(served: Served) -> None:
 
 
 def test_ready_while_a_version_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    port: Any = served.site.port
-    inside, leave = threading.Event(), threading.Event()
-    pause = port.pause
-
-    def stopped(*arguments: Any, **named: Any) -> Any:
-        inside.set()
-        assert leave.wait(120)
-        return pause(*arguments, **named)
-
-    monkeypatch.setattr(port, "pause", stopped)
+    pauses = HeldCalls(monkeypatch, served.site.port, "pause")
     publishing = later(served.site.publish, 1)
-    assert inside.wait(120)
+    assert pauses.reached.wait(120)
     answer = served.get("ready")
     status = served.get("status").json()
-    leave.set()
+    pauses.open.set()
     publishing.result(120)
     assert (answer.status_code, answer.json()["lag"]) == (200, 1)
     assert status["state"] == "committing"

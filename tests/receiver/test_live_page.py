@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support.held_calls import HeldCalls
 from tests.support.services import wait_until
 from tests.support.web import ELSEWHERE, Site
 from vllm_delta_sync.dashboard import page
@@ -89,21 +90,13 @@ def counting(site: Site) -> Iterator[list[str]]:
 
 def test_no_read_begins_during_a_pause_and_the_page_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.serve()
-    inside, leave = threading.Event(), threading.Event()
-    pause: Any = site.port.pause
-
-    def stopped(*arguments: Any, **named: Any) -> Any:
-        inside.set()
-        assert leave.wait(SECONDS)
-        return pause(*arguments, **named)
-
-    monkeypatch.setattr(site.port, "pause", stopped)
+    pauses = HeldCalls(monkeypatch, site.port, "pause")
     with counting(site) as reads, ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(site.publish, 1)
-        assert inside.wait(SECONDS)
+        assert pauses.reached.wait(SECONDS)
         found = [overview(site, whole=False) for _ in range(3)]
         assert reads == []
-        leave.set()
+        pauses.open.set()
         publishing.result(SECONDS)
         assert overview(site)["run"]["head"]["version"] == 1
         assert len(reads) >= 1

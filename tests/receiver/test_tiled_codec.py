@@ -1,7 +1,6 @@
 """Codec ``tiled`` at a receiver: decoded against the weights held, by each rank as far as it holds them."""
 
 import logging
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.chains import Chain, Server, tensors_of
+from tests.support.held_calls import HeldCalls
 from tests.support.hooks import HookedPort
 from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.client import open_run
@@ -27,7 +27,6 @@ from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import objects as reading
-from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.changes import BaseTensor, Bits, Changes, Positions
 
@@ -161,26 +160,21 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
     server = Server(chain, chain.bits[0], port=HookedPort)
     server.receiver.advance(1)
     (rank,) = server.port.ranks
-    asked, go_on, staging = threading.Event(), threading.Event(), {}
+    staging = {}
 
     def note(method: str, arguments: dict[str, Any]) -> None:
         if method == "start" and arguments["operation"] == "stage":
             staging.update(arguments)
             raise EngineError("given up")
 
-    def slow(*arguments: Any) -> Any:
-        asked.set()
-        assert go_on.wait(60)
-        return read_object(*arguments)
-
     server.port.before = note
     with pytest.raises(EngineError):
         server.receiver.advance(2)
-    monkeypatch.setattr(reading, "read_object", slow)
+    reads = HeldCalls(monkeypatch, reading, "read_object")
     rank.answer(staging["request"])
-    assert asked.wait(60)
+    assert reads.reached.wait(60)
     rank.revert(Revert(0))
-    go_on.set()
+    reads.open.set()
     while rank.answer(Poll()) == Progress(True):
         pass
     staged = rank.answer(Outcome("stage"))

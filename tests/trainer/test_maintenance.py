@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tests.support.held_calls import HeldCalls
 from tests.support.publishers import FailAt, Gated, Hooked, Once, Trainer, assert_holds, publish, small_trainer
 from tests.support.running import eventually
 from trainer_side import Publisher
@@ -137,14 +138,8 @@ def test_object_removed_before_its_manifest_is_put_again(bucket: Hooked, caplog:
 def test_object_of_a_version_that_is_committed_while_a_collection_removes_stays(
     bucket: Hooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, removing, removals = Trainer(), Hooked(bucket.folder), Gated("")
-    delete = removing.delete
-
-    def delete_later(key: str) -> None:
-        removals(key)
-        delete(key)
-
-    monkeypatch.setattr(removing, "delete", delete_later)
+    trainer, removing = Trainer(), Hooked(bucket.folder)
+    removals = HeldCalls(monkeypatch, removing, "delete")
     # What is nobody's, and older: removed first, or its key sorts behind and it stays for the next collection.
     with open_bucket(bucket.url) as plain, Publisher(trainer.live, bucket, merge=False) as publisher:
         plain.put(f"objects/{0:064x}.safetensors", b"nobody's")
