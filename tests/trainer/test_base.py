@@ -135,9 +135,7 @@ def publish_as(source: str, model: PreTrainedModel, url: str, base: Path, folder
         with CheckpointPublisher(url, base) as folders:
             folders.publish(folder)
     elif source == "handed":
-        publisher = gathered_publisher(url, base)
-        assert publisher is not None
-        with publisher:
+        with gathered_publisher(url, base) as publisher:  # type: ignore[union-attr]
             publish_gathered(publisher, 1, named.items())
     elif source == "parts":
         whole = [Part(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in named.items()]

@@ -63,9 +63,7 @@ def trained(tmp_path: Path) -> Trained:
 
 
 def test_generator_is_published_from_one_rank_and_read_to_its_end_on_all(trained: Trained) -> None:
-    publisher = gathered_publisher(trained.url, trained.base)
-    assert publisher is not None
-    with publisher:
+    with gathered_publisher(trained.url, trained.base) as publisher:  # type: ignore[union-attr]
         trained.train()
         result = publish_gathered(publisher, 1, trained.weights())
         assert result is not None

@@ -197,9 +197,7 @@ def test_gathered_weights(url: str, tmp_path: Path) -> None:
     actor = qwen3_moe()
     actor.save_pretrained(tmp_path / "base")
     model = ActorCritic(actor)
-    publisher = gathered_publisher(url, tmp_path / "base", **POLICY)
-    assert publisher is not None
-    with publisher:
+    with gathered_publisher(url, tmp_path / "base", **POLICY) as publisher:  # type: ignore[union-attr]
         change(model)
         publisher.publish(1, wait=True, weights=gathered(model))
         # Later versions may have some of the tensors only.
@@ -216,9 +214,7 @@ def test_gathered_weights_that_are_left_out_give_way(url: str, tmp_path: Path) -
     actor.save_pretrained(tmp_path / "base")
     model = ActorCritic(actor)
     chosen: dict[str, Any] = {"include": "actor.*", "rename": lambda name: name.partition(".")[2]}
-    publisher = gathered_publisher(url, tmp_path / "base", **chosen)
-    assert publisher is not None
-    with publisher:
+    with gathered_publisher(url, tmp_path / "base", **chosen) as publisher:  # type: ignore[union-attr]
         change(model)
         publisher.publish(1, wait=True, weights=gathered(model))
         publisher.flush()
@@ -226,9 +222,7 @@ def test_gathered_weights_that_are_left_out_give_way(url: str, tmp_path: Path) -
         backwards = sorted(gathered(model), key=lambda pair: pair[0].startswith("actor."))
         assert publisher.publish(2, wait=True, weights=backwards).changed == 0
     assert_holds(open_run(url), 2, saved(actor, tmp_path / "saved"), tmp_path / "base")
-    publisher = gathered_publisher(url, tmp_path / "base", **chosen)
-    assert publisher is not None
-    with publisher:
+    with gathered_publisher(url, tmp_path / "base", **chosen) as publisher:  # type: ignore[union-attr]
         with pytest.raises(ModelError, match=r"'critic.*', which is left out, and 'actor.* first, or let rename"):
             publisher.publish(3, weights=backwards)
         change(model)
@@ -243,9 +237,7 @@ def gathered_of(model: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor]]
 def test_gathered_weights_that_are_left_out_keep_the_bits_of_the_base(url: str, tmp_path: Path) -> None:
     model = qwen3(tied=False)
     model.save_pretrained(tmp_path / "base")
-    publisher = gathered_publisher(url, tmp_path / "base", exclude=["lm_head.*", "extra"])
-    assert publisher is not None
-    with publisher:
+    with gathered_publisher(url, tmp_path / "base", exclude=["lm_head.*", "extra"]) as publisher:  # type: ignore[union-attr]
         with pytest.raises(UsageError, match="exclude has 'extra', which matches no tensor"):
             publisher.publish(1, weights=gathered(model))
         change(model, but="lm_head")
