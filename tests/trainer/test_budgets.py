@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import write_checkpoint
 from tests.support.gating import INF, NAN, disturb, odd_tensors
 from tests.support.publishers import FailAt, Hooked, assert_holds, nothing
-from tests.support.publishing import assert_same
+from tests.support.publishing import Tensors, assert_same, snapshot
 from tests.support.seeds import few_by_default
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
@@ -25,8 +25,6 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.tensors.torch_views import bits_of
-
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
@@ -219,16 +217,13 @@ class World:
         self.live = odd_tensors()
         del self.live["e"]  # which no budget takes
         self.bucket, self.budget, self.codec = Hooked(folder / "run"), budget, codec
-        self.versions = [self.copy()]
+        self.versions = [snapshot(self.live)]
         self.base = 0
         self.last_exact = 0
         self.publisher = self.start()
 
     def start(self) -> Publisher:
         return Publisher(self.live, self.bucket, codec=self.codec, budget=self.budget, merge=False)
-
-    def copy(self) -> Tensors:
-        return {name: tensor.clone() for name, tensor in self.live.items()}
 
     def rebase(self, version: int) -> None:
         self.base = version % len(self.versions)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import write_checkpoint
 from tests.support.gating import INF, NAN, disturb, marks, odd_tensors, refused
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, left_to_the_test, left_unfinished
-from tests.support.publishing import damage
+from tests.support.publishing import damage, snapshot
 from tests.support.seeds import few_by_default
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
@@ -312,11 +312,8 @@ class Model:
 
     def __init__(self, live: dict[str, torch.Tensor]) -> None:
         self.live = live
-        self.versions = [Published(self.copy(), 0, True)]
+        self.versions = [Published(snapshot(self.live), 0, True)]
         self.held = 0
-
-    def copy(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.live.items()}
 
     @property
     def sound(self) -> int:
@@ -428,5 +425,5 @@ def publish_as_expected(publisher: Publisher, model: Model, bucket: Hooked, acti
     assert {word for word in words if any(word in reason for reason in found)} == expected
     if action == "refuse" and expected:
         return
-    model.versions.append(Published(model.copy(), model.held, not expected))
+    model.versions.append(Published(snapshot(model.live), model.held, not expected))
     model.held = len(model.versions) - 1

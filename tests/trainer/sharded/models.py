@@ -12,11 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import HrmTextConfig, HrmTextForCausalLM
 
 from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_moe, small, train
+from tests.support.publishing import Tensors
 from trainer_side.model.module import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.client import Run
-
-Tensors = dict[str, torch.Tensor]
 
 
 class Mixed(nn.Module):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import distributed
 
-from tests.support.architectures import VOCABULARY, same_bits
-from tests.trainer.sharded.models import Tensors, built
+from tests.support.architectures import VOCABULARY
+from tests.support.publishing import Tensors, assert_holds
+from tests.trainer.sharded.models import built
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.test_load_into import Net, table_of, write_run, wrong
 from trainer_side import Publisher
@@ -71,13 +72,6 @@ def reference(name: str, engine: Any) -> Tensors:
     return {key: tensor.clone() for key, tensor in live_tensors(plain).read()}
 
 
-def differing(url: str, expected: Tensors) -> list[str]:
-    """Tensors of the newest version that are not those expected."""
-    held = dict(open_run(url).tensors())
-    assert held.keys() == expected.keys()
-    return [name for name, tensor in expected.items() if not same_bits(held[name], tensor.to(held[name].dtype))]
-
-
 def publish(rank: int, size: int, folder: str, cases: list[list[Any]]) -> None:
     for stage, name, precision in cases:
         url = f"{folder}/{stage} {name}"
@@ -92,7 +86,7 @@ def publish(rank: int, size: int, folder: str, cases: list[list[Any]]) -> None:
                     publisher.publish(step, wait=True)
                     publisher.flush()
                     if rank == 0:
-                        assert differing(url, expected) == []
+                        assert_holds(open_run(url), None, expected)
                     distributed.barrier()
                 assert publisher.version == 2 * life + 2
         engine.destroy()

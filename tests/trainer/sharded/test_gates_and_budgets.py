@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import Hooked, nothing
-from tests.support.publishing import damage
-from tests.trainer.sharded.models import WAYS, Tensors, assert_same_runs, built, gathered, reference, steps
+from tests.support.publishing import Tensors, damage
+from tests.trainer.sharded.models import WAYS, assert_same_runs, built, gathered, reference, steps
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.model.module import live_tensors

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.architectures import qwen3_moe
+from tests.support.architectures import qwen3_moe, same_bits
 from tests.support.samples import RunWriter, nudge
 from tests.trainer.sharded.models import fsdp, tied_llama
 from tests.trainer.sharded.nursery import Nursery
@@ -82,17 +82,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def equal(tensor: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit for bit, once in the dtype of the first."""
-    held = whole(tensor)
-    return torch.equal(held.contiguous().view(torch.uint8), right.to(held.dtype).view(torch.uint8))
-
-
 def wrong(tensors: dict[str, torch.Tensor], url: str, version: int) -> list[str]:
     """Names of tensors that are not those of a version; of a sharded one all ranks look at all of it."""
-    right = dict(open_run(url).tensors(version))
-    odd = [name for name, tensor in tensors.items() if name in right and not equal(tensor, right[name])]
-    return odd + sorted(right.keys() - tensors.keys())
+    right, held = dict(open_run(url).tensors(version)), {name: whole(tensor) for name, tensor in tensors.items()}
+    odd = [name for name in held if name in right and not same_bits(held[name], right[name].to(held[name].dtype))]
+    return odd + sorted(right.keys() - held.keys())
 
 
 def refusal(work: Callable[[], object]) -> list[str]:
