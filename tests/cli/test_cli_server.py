@@ -324,17 +324,8 @@ def test_what_a_server_says_is_harmless() -> None:
 @pytest.mark.parametrize(
     "named",
     [
-        *(
-            "",
-            "localhost:8000",
-            "ftp://127.0.0.1",
-            "http://",
-            "http://[x",
-            "http://x:99999",
-            "http://127.0.0.1:0",
-            "http://x#y",
-            "http://x..y",
-        ),
+        *("", "localhost:8000", "ftp://127.0.0.1", "http://", "http://[x", "http://x:99999", "http://127.0.0.1:0"),
+        *("http://x#y", "http://x..y"),
         *("http://u:p@127.0.0.1", "http://127.0.0.1/?token=x"),
     ],
 )
