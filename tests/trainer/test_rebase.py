@@ -1,8 +1,6 @@
 """Building on an older version: what the next version is made against, and what a failure leaves."""
 
-import signal
 import threading
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from tests.support.publishers import (
     nothing,
     publish,
 )
+from tests.support.running import interrupted
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, PublishTimeoutError, StoreError, UsageError
@@ -106,29 +105,14 @@ def test_rebase_that_fails_changes_nothing(at: str, bucket: Hooked, trainer: Tra
 
 
 def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer) -> None:
-    """The interrupt hits the caller while the background thread reads; SIGALRM stands for Ctrl-C."""
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    go_on = threading.Event()
-
-    def hold_up(key: str) -> None:
-        if key.startswith("objects/") and not go_on.is_set():
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            assert go_on.wait(120)
-
-    previous = signal.signal(signal.SIGALRM, interrupted)
-    try:
-        with Publisher(trainer.live, bucket) as publisher:
-            publish(publisher, trainer, 2)
-            bucket.reading = hold_up
-            with pytest.raises(KeyboardInterrupt):
-                publisher.rebase(1)
-            threading.Timer(0.3, go_on.set).start()
-            publisher.publish(step=3)
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    """The interrupt hits the caller while the background thread reads."""
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 2)
+        gate = bucket.reading = Gated()
+        with interrupted(gate.reached):
+            publisher.rebase(1)
+        threading.Timer(0.3, gate.open.set).start()
+        publisher.publish(step=3)
     assert breaks(bucket) == [(3, 1)]
     assert_holds(bucket, 3, trainer.live)
 
