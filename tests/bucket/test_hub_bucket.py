@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
+from unittest import mock
 
 import hf_xet  # type: ignore[import-untyped]
 import huggingface_hub
@@ -146,9 +147,7 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket) -> None:
 
 
 def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket) -> None:
-    def refuse(count: int) -> None:
-        raise UnavailableError("given up meanwhile")
-
+    refuse = mock.Mock(side_effect=UnavailableError("given up meanwhile"))
     bucket.put("a", os.urandom(3_000_000))
     with bucket_base.observed_by(refuse):
         with pytest.raises(UnavailableError, match="given up meanwhile"):

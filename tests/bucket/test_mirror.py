@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import pytest
 
@@ -112,20 +113,13 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.bucket.close()
 
 
-def raising(error: Exception) -> Callable[[bytes], bytes]:
-    def spoil(data: bytes) -> bytes:
-        raise error
-
-    return spoil
-
-
 FAULTS: dict[str, Callable[[World], object]] = {
     "flipped byte": lambda world: setattr(world.mirror, "spoil", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
     "truncated": lambda world: setattr(world.mirror, "spoil", lambda data: data[: len(data) // 2]),
     "nothing": lambda world: setattr(world.mirror, "spoil", lambda data: b""),
     "more": lambda world: setattr(world.mirror, "spoil", lambda data: data + b"more"),
-    "refused": lambda world: setattr(world.mirror, "spoil", raising(AccessError("403"))),
-    "cut": lambda world: setattr(world.mirror, "spoil", raising(UnavailableError("connection reset"))),
+    "refused": lambda world: setattr(world.mirror, "spoil", mock.Mock(side_effect=AccessError("403"))),
+    "cut": lambda world: setattr(world.mirror, "spoil", mock.Mock(side_effect=UnavailableError("connection reset"))),
     "hangs": World.hang,
     "missing": lambda world: world.mirror.delete(world.ref.key),
     "larger": lambda world: world.mirror.put(world.ref.key, world.data + b"more"),
@@ -171,7 +165,7 @@ def test_whatever_is_wrong_with_the_mirror_the_object_is_right(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mirror_that_failed_gets_one_try_a_minute(world: World, way: Callable[[World], bytes]) -> None:
-    world.mirror.spoil = raising(UnavailableError("down"))
+    world.mirror.spoil = mock.Mock(side_effect=UnavailableError("down"))
     for _ in range(FAILURES):
         assert way(world) == world.data
     asked = world.mirror.read

@@ -17,6 +17,7 @@ from html.parser import HTMLParser
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -289,10 +290,8 @@ def test_dashboard_ends_at_once_if_it_cannot_begin(busy: PageRun, tmp_path: Path
 
 @pytest.mark.parametrize("make", [DashboardServer, PeerServer])
 def test_a_dns_server_that_does_not_answer_delays_no_start(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_up(name: str = "") -> str:
-        raise AssertionError(f"{name!r} is looked up, which takes 10 s where DNS does not answer")
-
-    monkeypatch.setattr(socket, "getfqdn", look_up)
+    error = AssertionError("a name is looked up, which takes 10 s where DNS does not answer")
+    monkeypatch.setattr(socket, "getfqdn", mock.Mock(side_effect=error))
     make("0.0.0.0", 0, dict).server_close()
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.planning import run_history
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert
 from vllm_delta_sync.errors import (
     DeltaSyncError,
@@ -368,22 +368,12 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     expect_serves(world, 1, seen[1], "held")
 
 
-def test_store_that_fails_while_weights_are_recognized_loses_no_note(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: World) -> None:
     """Between asking the ranks and telling them what they hold, nothing they know may be forgotten."""
     world.follow_each(3)
     second = Receiver(world.port, Settings(bucket=world.url))
-    left = [1]
-
-    def read(run: Any) -> Any:
-        if left:
-            left.pop()
-            raise StoreError("the network is gone")
-        return run_history.version_0_of(run)
-
-    monkeypatch.setattr(identify, "version_0_of", read)
-    with pytest.raises(StoreError):
+    gone = StoreError("the network is gone")
+    with mock.patch.object(identify, "version_0_of", side_effect=gone), pytest.raises(StoreError):
         second.advance()
     world.receiver = second
     second.advance()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -104,11 +105,8 @@ def test_answers_show_no_credentials(site: Site, monkeypatch: pytest.MonkeyPatch
     text = site.client().get("/delta_sync/status").text
     assert "s3://bucket/run" in text
     assert "hidden" not in text
-
-    def broken() -> dict[str, Any]:
-        raise ValueError("cannot read https://key:hidden@store.example/a?X-Amz-Signature=hidden")
-
-    monkeypatch.setattr(site.service.receiver, "status", broken)
+    error = ValueError("cannot read https://key:hidden@store.example/a?X-Amz-Signature=hidden")
+    monkeypatch.setattr(site.service.receiver, "status", mock.Mock(side_effect=error))
     answer = site.client().get("/delta_sync/status")
     assert answer.status_code == 500
     assert answer.json()["error"]["kind"] == "engine"

@@ -107,11 +107,8 @@ def test_no_read_begins_during_a_pause_and_the_page_answers(site: Site, monkeypa
 def test_a_status_that_cannot_be_had_is_shown(site: Site) -> None:
     """A follower of several API servers, while none leads."""
     live = LivePage(site.settings)
-
-    def absent() -> dict[str, Any]:
-        raise BusyError("this server has no API server leader at the moment; retry")
-
-    found = json.loads(live.answer(absent))
+    absent = BusyError("this server has no API server leader at the moment; retry")
+    found = json.loads(live.answer(mock.Mock(side_effect=absent)))
     assert found["problems"][0]["kind"] == "busy"
     assert found["headline"]["level"] == "error"
 

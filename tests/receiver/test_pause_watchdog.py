@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -69,12 +70,9 @@ def test_on_which_version_ranks_agree(answers: list[RankState | RankFailure], ve
 
 
 def test_an_engine_that_gets_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_answer(executor: Any, request: bytes, seconds: float) -> list[bytes]:
-        raise TimeoutError
-
     ended: list[str] = []
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7")
-    monkeypatch.setattr(pause_watchdog, "call_executor", no_answer)
+    monkeypatch.setattr(pause_watchdog, "call_executor", mock.Mock(side_effect=TimeoutError))
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.append(reason))
     with pytest.raises(TimeoutError):
         watchdog_of(SimpleNamespace(model_executor=None)).call_ranks(b"")
@@ -178,12 +176,8 @@ def test_a_pause_that_is_ended_early_fails_and_leaves_those_of_others() -> None:
 
 def test_a_pause_that_fails_leaves_no_watchdog_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end the engine later."""
-
-    def fail(mode: str, clear_cache: bool) -> None:
-        raise RuntimeError("injected")
-
     engine, running = Engine(), set(threading.enumerate())
-    monkeypatch.setattr(engine, "pause_scheduler", fail)
+    monkeypatch.setattr(engine, "pause_scheduler", mock.Mock(side_effect=RuntimeError("injected")))
     with pytest.raises(RuntimeError, match="injected"):
         watchdog_of(engine).pause("keep", "keep", 60.0)
     for thread in set(threading.enumerate()) - running:

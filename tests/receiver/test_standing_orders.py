@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -183,11 +184,7 @@ def test_an_engine_that_follows_another_in_one_process_finds_its_order(
 ) -> None:
     """Of one that was shut down, and of one whose ``close`` did not wait to the end; its objects are still there."""
     service.request("rollback", 5).result(WAIT)
-
-    def stopped(*_: Any) -> Any:
-        raise EngineStopped
-
-    monkeypatch.setattr(life.port, "call", stopped)
+    monkeypatch.setattr(life.port, "call", mock.Mock(side_effect=EngineStopped))
     service._threads[0].join(WAIT)
     life.services.clear()
     life.start()
@@ -267,10 +264,8 @@ def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCap
 def test_a_full_disk_is_named_with_the_way_out(
     life: Life, service: ReceiverService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fill(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fill)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=full))
     service.request("hold").result(WAIT)
     (said,) = (text for record in caplog.records if "will not survive" in (text := record.getMessage()))
     assert "No space left on device; make room, or set state_dir" in said

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -199,12 +200,9 @@ def test_start_that_succeeds_late_keeps_its_run(
         if key == version_key(0) and seen.count(key) == look:
             (tmp_path / "versions").rename(bucket.folder / "versions")
 
-    def conflict(key: str) -> None:
-        raise ConflictError(f"{key} is there")
-
     bucket.looking = commit
     if repeated:
-        bucket.after = conflict
+        bucket.after = mock.Mock(side_effect=ConflictError("it is there"))
     with pytest.raises(ConflictError, match="begun by another publisher just now"):
         Publisher(trainer.live, bucket)
     assert open_run(bucket.url).verify().head == 0
