@@ -5,7 +5,6 @@ import logging
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from tests.support.adapters import adapted
 from tests.support.publishers import Down, Gated, Hook, Hooked, nothing
 from tests.support.publishing import Tensors, assert_holds
+from tests.support.running import eventually
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import (
     FIGURES,
@@ -164,9 +164,7 @@ def test_a_failure_is_logged_and_made_up_for(
     seen = Settled(callback, wait=False)
 
     def settle(before: Hook | None = None) -> None:
-        deadline = time.monotonic() + 60
-        while not results[-1].done and time.monotonic() < deadline:
-            time.sleep(0.005)
+        eventually(lambda: results[-1].done, 60)
         bucket.before = before or bucket.before
 
     seen.at = dict.fromkeys((2, 4, 5, 6), settle)
