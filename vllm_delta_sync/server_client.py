@@ -9,7 +9,8 @@ import re
 import socket
 import ssl
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -228,6 +229,29 @@ def connection_to(url: str, timeout: float) -> http.client.HTTPConnection:
     return kind(parts.hostname or "", parts.port or kind.default_port, timeout=timeout)
 
 
+@contextmanager
+def cut_after(connection: http.client.HTTPConnection, seconds: float) -> Iterator[threading.Event]:
+    """Connect, and cut the connection if the block takes longer; yields an event that is set then.
+
+    A timeout of the socket begins again with each byte.
+    """
+    late = threading.Event()
+    connection.connect()
+
+    def give_up(sock: socket.socket) -> None:
+        late.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, give_up, (connection.sock,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+
+
 def ask(
     url: str,
     path: str,
@@ -253,24 +277,14 @@ def ask(
     if body is not None:
         headers["Content-Type"] = "application/json"
     late = threading.Event()
-
-    def give_up(sock: socket.socket) -> None:
-        late.set()
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-
-    timer = None
     try:
-        connection.connect()
-        # Instead of a timeout of the socket, which begins again with each byte.
-        connection.sock.settimeout(None)
-        timer = threading.Timer(seconds, give_up, (connection.sock,))
-        timer.start()
-        connection.request(
-            method, urlsplit(url).path.rstrip("/") + path, None if body is None else json.dumps(body), headers
-        )
-        answer = connection.getresponse()
-        data = answer.read(MAX_ANSWER_BYTES + 1)
+        with cut_after(connection, seconds) as late:
+            connection.sock.settimeout(None)
+            connection.request(
+                method, urlsplit(url).path.rstrip("/") + path, None if body is None else json.dumps(body), headers
+            )
+            answer = connection.getresponse()
+            data = answer.read(MAX_ANSWER_BYTES + 1)
         if late.is_set():
             raise TimeoutError
     except (OSError, http.client.HTTPException) as error:
@@ -285,8 +299,6 @@ def ask(
             remedy = "name the host that its certificate is for; for a private CA, set SSL_CERT_FILE to its certificate"
         raise UnavailableError(f"{url} does not answer: {reason}; {remedy}") from error
     finally:
-        if timer is not None:
-            timer.cancel()
         connection.close()
     if len(data) > MAX_ANSWER_BYTES:
         raise FormatError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes, so it is not a vLLM server")

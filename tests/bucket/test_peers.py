@@ -307,8 +307,13 @@ def test_two_that_name_each_other_do_not_feed_each_other(site: Site) -> None:
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("part", ["headers", "body", "progress"])
-def test_peer_that_drips_costs_one_timeout(site: Site, part: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("part", ["headers", "interim answers", "body", "progress"])
+def test_peer_that_drips_costs_one_timeout(
+    site: Site, part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the abandoned call ends: otherwise a thread and a connection would stay behind each time."""
+    monkeypatch.setattr(peer, "SILENT_SECONDS", 0.5)
+    before = set(threading.enumerate())
     ref, data = site.put(PIECE - 1)
     left = threading.Event()
     count = iter(range(1000))
@@ -320,15 +325,23 @@ def test_peer_that_drips_costs_one_timeout(site: Site, part: str, caplog: pytest
             connection.sendall(head.encode())
             connection.close()
             return
-        drips = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 500 if part == "headers" else answer(data)
-        for byte in drips:
-            connection.sendall(bytes([byte]))
+        drips = [bytes([byte]) for byte in answer(data)]
+        if part == "headers":
+            drips = [b"HTTP/1.1 200 OK\r\nX: ", *[b"x"] * 500]
+        elif part == "interim answers":
+            drips = [b"HTTP/1.1 100 Continue\r\n\r\n"] * 500
+        for drip in drips:
+            connection.sendall(drip)
             if left.wait(0.05):
                 return
 
     with ExitStack() as stack:
         stack.callback(left.set)
         check_given_up(site, whole, Hostile(stack, respond), ref, data, caplog)
+        calls = [each for each in threading.enumerate() if each not in before and each.name == "delta-sync-call"]
+        for call in calls:
+            call.join(5)
+        assert not any(call.is_alive() for call in calls)
 
 
 def test_absent_peer_and_one_without_the_object(site: Site, caplog: pytest.LogCaptureFixture) -> None:

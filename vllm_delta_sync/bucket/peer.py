@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket.base import ObjectInfo, ReadOnlyBucket, check_size, digest_of, report_bytes
 from vllm_delta_sync.errors import AccessError, NotFoundError, StoreError, UnavailableError, UsageError
-from vllm_delta_sync.server_client import check_server_url, connection_to
+from vllm_delta_sync.server_client import check_server_url, connection_to, cut_after
 
 OBJECTS_PATH = "/delta_sync/objects/"
 """Path of the route, before the digest."""
@@ -17,7 +17,7 @@ CALLER_HEADER = "X-Delta-Sync-Cache"
 PROGRESS_HEADER = "X-Delta-Sync-Progress"
 """Header of the answer 202: a value that changes while the peer's own transfer of the object moves."""
 SILENT_SECONDS = 5.0
-"""Longest time without a byte from a peer."""
+"""Longest time until a peer has sent the head of its answer, and then without a byte from it."""
 PIECE_BYTES = 1024 * 1024
 
 _caller: ContextVar[str | None] = ContextVar("delta_sync_caller", default=None)
@@ -80,8 +80,10 @@ class PeerBucket(ReadOnlyBucket):
         if (caller := _caller.get()) is not None:
             headers[CALLER_HEADER] = caller
         try:
-            connection.request("GET", f"{urlsplit(self.url).path}{OBJECTS_PATH}{digest_of(key)}", headers=headers)
-            answer = connection.getresponse()
+            # A call that was abandoned ends with the next piece of the body, but would read a head for ever.
+            with cut_after(connection, SILENT_SECONDS):
+                connection.request("GET", f"{urlsplit(self.url).path}{OBJECTS_PATH}{digest_of(key)}", headers=headers)
+                answer = connection.getresponse()
             self._check(key, answer)
             size = answer.length
             if size is None:
@@ -92,7 +94,7 @@ class PeerBucket(ReadOnlyBucket):
                 report_bytes(len(piece))
                 pieces.append(piece)
                 left -= len(piece)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # the last: there are too many threads
             reason = getattr(error, "strerror", None) or str(error)[:200] or type(error).__name__
             raise UnavailableError(f"cannot read {key!r}: {reason}; check whether that server runs") from error
         finally:
