@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.page_runs import HOSTILE, PARTS, PageRun, broken_run, busy_ru
 from tests.support.publishers import Hooked
 from tests.support.written import Written
 from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.dashboard import heat_map
 from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, count_elements, place_of
 from vllm_delta_sync.dashboard.overview import MAX_PROBLEMS, BackgroundReader, RunView, ServerView, build_overview
 from vllm_delta_sync.dashboard.page_reader import MAX_RECEIVERS, MAX_TAGS, PageReader
@@ -22,6 +24,7 @@ from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DataError, FormatError, NotFoundError, UnavailableError, error_kinds
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX, version_key
+from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.checks import delta_context
 
@@ -105,11 +108,44 @@ def test_elements_are_counted_by_the_headers_of_every_codec(tmp_path: Path) -> N
             context = delta_context(manifest)
             assert context is not None
             for ref in manifest.objects:
-                found.update(count_elements(partial(read, ref.key), ref.bytes, run.writer.table, context, ref.key))
+                elements = partial(read, ref.key), ref.bytes, run.writer.table, context, ref.key
+                found.update(count_elements(*elements, nullcontext()))
             for tensor, spec in enumerate(run.writer.table):
                 whole = kind == "full" and tensor == 0
                 assert found[tensor] == (spec.numel if whole else np.count_nonzero(old[tensor] != new[tensor])), kind
             assert max(lengths, default=0) <= 64 * 1024
+
+
+def test_damaged_objects_are_parsed_one_at_a_time_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of one takes up to 400 MB of memory, and seconds; a version has an object for each rank."""
+    written = Written(tmp_path / "run", 2)
+    written.publish_by_ranks(3)
+    objects = written.writer.manifests[-1].objects
+    assert len(objects) > 1
+    for ref in objects:
+        header = b'{"a":[]}'.ljust(ref.bytes - 8)
+        (written.folder / ref.key).write_bytes(len(header).to_bytes(8, "little") + header)
+    parsed: list[int] = []
+    running = 0
+
+    def parse(*given: Any) -> Container:
+        nonlocal running
+        running += 1
+        parsed.append(running)
+        threading.Event().wait(0.05)
+        try:
+            return Container(*given)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(heat_map, "Container", parse)
+    reading, keys = counted(written.folder)
+    heat = reading.read()["heat"]
+    assert (heat["versions"], heat["lost"]) == ([2, 1], 1)
+    assert set(parsed) == {1}
+    keys.clear()
+    assert reading.read()["heat"] == heat
+    assert not [key for key in keys if key.startswith("objects/")]
 
 
 def test_each_manifest_and_object_is_read_once(tmp_path: Path) -> None:

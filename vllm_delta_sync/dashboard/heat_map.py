@@ -1,8 +1,10 @@
 """``HeatMap`` says which layers and kinds of tensors the newest deltas change, from the headers of their objects."""
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -48,14 +50,17 @@ def _kind_of(parts: list[str]) -> str:
 
 
 class HeatMap:
-    """Elements that the newest deltas of a run carry, by layer and kind of tensor. Each delta is read once."""
+    """Elements that the newest deltas of a run carry, by layer and kind of tensor.
+
+    Each delta is read once, also if it cannot be read: hostile objects must not take their time again and again.
+    """
 
     def __init__(self, run: RunReader) -> None:
         self._run = run
         self._elements: Counter[tuple[str, str]] = Counter()
         for spec in run.table:
             self._elements[place_of(spec.name)] += spec.numel
-        self._carried: dict[str, Counter[tuple[str, str]]] = {}
+        self._carried: dict[str, Counter[tuple[str, str]] | None] = {}
 
     def read(self, deltas: Mapping[int, str]) -> dict[str, Any]:
         """Return the map as JSON; reads the headers of deltas that were not read before.
@@ -74,36 +79,43 @@ class HeatMap:
         """
         known, self._carried = self._carried, {}
         for version, digest in deltas.items():
-            found = known[digest] if digest in known else self._read(version, digest)
-            if found is not None:
-                self._carried[digest] = found
-        counted = [version for version, digest in deltas.items() if digest in self._carried]
+            self._carried[digest] = known[digest] if digest in known else self._read(version, digest)
+        counted = [version for version, digest in deltas.items() if self._carried[digest] is not None]
         return {**self._cells(len(counted)), "versions": counted, "lost": len(deltas) - len(counted)}
 
     def _read(self, version: int, digest: str) -> Counter[tuple[str, str]] | None:
         found: Counter[tuple[str, str]] = Counter()
         try:
             manifest = self._run.manifest(version)
-            context = delta_context(manifest)
-            if context is None or manifest.digest != digest:
-                return None
-            for elements in read_ahead(partial(self._count, context), manifest.objects):
-                for tensor, carried in elements.items():
-                    found[place_of(self._run.table[tensor].name)] += carried
         except DataError:
-            # Removed, or the timeline shows the version; `delta-sync verify` says what is wrong with it.
             return None
-        return +found
+        context = delta_context(manifest)
+        if context is None or manifest.digest != digest:
+            return None
+        parsing, lost = threading.Lock(), threading.Event()
+        for elements in read_ahead(partial(self._count, context, parsing, lost), manifest.objects):
+            for tensor, carried in elements.items():
+                found[place_of(self._run.table[tensor].name)] += carried
+        return None if lost.is_set() else +found
 
-    def _count(self, context: DeltaContext, ref: ObjectRef) -> Counter[int]:
+    def _count(
+        self, context: DeltaContext, parsing: threading.Lock, lost: threading.Event, ref: ObjectRef
+    ) -> Counter[int]:
         what, read = f"object {ref.key}", partial(self._run.bucket.get_range, ref.key)
-        check_limit(f"{what}: bytes", ref.bytes, object_limit(self._run.table), "object_limit")
-        return count_elements(read, ref.bytes, self._run.table, context, what)
+        try:
+            if not lost.is_set():
+                check_limit(f"{what}: bytes", ref.bytes, object_limit(self._run.table), "object_limit")
+                return count_elements(read, ref.bytes, self._run.table, context, what, parsing)
+        except DataError:
+            # Removed, or the timeline shows the version; `delta-sync verify` says what is wrong with it. The error is
+            # not passed on: its frames hold what was read.
+            lost.set()
+        return Counter()
 
     def _cells(self, versions: int) -> dict[str, Any]:
         total: Counter[tuple[str, str]] = Counter()
         for found in self._carried.values():
-            total.update(found)
+            total.update(found or {})
         # In the order of the table, which is that of names; layers by number.
         layers = sorted({layer for layer, _ in self._elements}, key=_by_number)
         kinds = list(dict.fromkeys(kind for _, kind in self._elements))
@@ -127,12 +139,14 @@ def _by_number(layer: str) -> tuple[str, int]:
 
 
 def count_elements(
-    read: Callable[[int, int], bytes], size: int, table: TensorTable, context: DeltaContext, what: str
-) -> Counter[int]:
+    read: Callable[[int, int], bytes], size: int, table: TensorTable, context: DeltaContext, what: str,
+    parsing: AbstractContextManager[object],
+) -> Counter[int]:  # fmt: skip
     """Return tensor id → elements that a delta object carries. Its digest is not checked.
 
     Args:
         read: returns bytes of the object, from (offset, length). size: of the object, checked against a limit before.
+        parsing: entered to parse the header: a hostile one takes many times its bytes of memory, and seconds.
 
     Raises:
         DeltaSyncError: it is damaged, or does not belong to the document; as ``delta_reader.decode``.
@@ -150,10 +164,13 @@ def count_elements(
     fill(0, first)
     header = 8 + int.from_bytes(data[:8].tobytes(), "little")
     check_limit(f"{what}: header size", header - 8, limits.MAX_HEADER_BYTES, "MAX_HEADER_BYTES")
-    if first < header <= size:
-        fill(first, header)
-    container = Container(data, what)
-    blocks = parse_blocks(read_metadata(container, context, what)["blocks"], what)
+    with parsing:
+        if first < header <= size:
+            fill(first, header)
+        container = Container(data, what)
+        blocks = parse_blocks(read_metadata(container, context, what)["blocks"], what)
+    if len(blocks) > len(table):
+        raise FormatError(f"{what} has {len(blocks)} blocks, more than the model has tensors")
     for name in (f"{block.name}.{part}" for block in blocks for part in ("ids", "counts")):
         entry = container.entries.get(name)
         if entry is not None and header + entry.end > max(first, header):
