@@ -75,7 +75,7 @@ from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.logs import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.graph import check_follows
-from vllm_delta_sync.run.run_reader import last_consecutive
+from vllm_delta_sync.run.run_reader import last_consecutive, read_info
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 from vllm_delta_sync.trust import Keyring
 
@@ -548,7 +548,7 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
         SignatureError: it is signed and there is no signing key, or the reverse; or a key is not trusted.
         DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
-    info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
+    info = read_info(bucket, keyring)
     if keyring.has_signing_key and info.signature is None:
         raise SignatureError(
             f"the run at {bucket.url} is not signed, and signing_key is set: its content cannot be trusted; "

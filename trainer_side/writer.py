@@ -427,7 +427,9 @@ class RunWriter:
         """Return the error to raise if another manifest has the version's number."""
         key, newest = version_key(version), self.newest
         try:
-            theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
+            data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
+            self._options.keyring.check_unparsed(Manifest.KIND, data, key)
+            theirs = Manifest.from_bytes(data, key)
             self._options.keyring.check(theirs, key)
         except SignatureError as error:
             theirs = None

@@ -21,7 +21,7 @@ from tests.support.samples import CREATED, RUN, RunWriter
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.errors import DeltaSyncError, FormatError
+from vllm_delta_sync.errors import DeltaSyncError, DigestError, FormatError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.base_document import dump_canonical
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
@@ -299,6 +299,13 @@ NESTS: dict[str, Callable[[], bytes]] = {
 }
 
 
+def put(folder: Path, key: str, data: bytes) -> None:
+    """Write a document; a tensors.json with a run.json that fits it, since no other one is parsed."""
+    (folder / key).write_bytes(data)
+    if key == "tensors.json":
+        edit(folder, "run.json", lambda fields: fields.update(tensors=sha256(data).hexdigest()))
+
+
 def with_member(good: bytes, value: bytes) -> bytes:
     """A document with one more member, which readers do not know."""
     return good[:-1] + b',"zzz":' + value + b"}"
@@ -308,9 +315,9 @@ def with_member(good: bytes, value: bytes) -> bytes:
 def test_documents_that_nest(key: str, reader: Reader, written: Written) -> None:
     good = (written.folder / key).read_bytes()
     for nest in NESTS.values() if key == version_key(4) else (NESTS["lists"],):
-        (written.folder / key).write_bytes(with_member(good, nest()))
+        put(written.folder, key, with_member(good, nest()))
         assert key in reader.refused("head", written.folder, kind=("format", "limit"))
-    (written.folder / key).write_bytes(good)
+    put(written.folder, key, good)
     untouched(reader, written)
 
 
@@ -322,12 +329,23 @@ def test_documents_of_many_values(item: bytes, reader: Reader, written: Written)
     value = b"[" + item * MANY + item[:-1] + b"]"
     for key, match in ((version_key(4), "bytes, more than the"), ("tensors.json", "MAX_JSON_VALUES")):
         good = (written.folder / key).read_bytes()
-        (written.folder / key).write_bytes(with_member(good, value))
+        put(written.folder, key, with_member(good, value))
         assert match in reader.refused("head", written.folder, kind="limit")
         if key != "tensors.json":
             (written.folder / HEAD_KEY).unlink()
             assert match in reader.refused("head", written.folder, kind="limit")
             (written.folder / key).write_bytes(good)
+
+
+def test_a_table_that_does_not_fit_the_signed_run_is_not_parsed(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds, and many times its bytes of memory."""
+    path = written.folder / "tensors.json"
+    path.write_bytes(with_member(path.read_bytes(), b"0"))
+    monkeypatch.setattr(TensorTable, "from_bytes", lambda data: pytest.fail("it was parsed"))
+    with pytest.raises(DigestError, match=r"tensors\.json has SHA-256"):
+        open_run(str(written.folder))
 
 
 def test_a_long_string_is_no_nest(reader: Reader, written: Written) -> None:
@@ -361,11 +379,11 @@ def test_members_that_stand_twice(reader: Reader, written: Written, tmp_path: Pa
         starts = [found.start() for found in re.finditer(r'\{"', good)]
         # The first and the last of many rows stand for all of them.
         for start in {*starts[:3], starts[-1]}:
-            (written.folder / key).write_text(doubled(good, start))
+            put(written.folder, key, doubled(good, start).encode())
             message = reader.refused(door, written.folder, *rest, kind="format")
             assert "duplicate key" in message
             assert key in message
-        (written.folder / key).write_text(good)
+        put(written.folder, key, good.encode())
     untouched(reader, written)
 
 

@@ -37,6 +37,7 @@ from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, maintain
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.trust.keyring import UNPARSED_BYTES
 
 _OTHERS: set[threading.Thread] = set()
 
@@ -567,6 +568,21 @@ def test_forged_last_commit_is_not_adopted(folder: Path, keys: Keys, trainer: Tr
     with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
         publish(publisher, trainer)
     assert Run(open_bucket(str(folder)), keys.readers("a")).verify().head == 2
+
+
+def test_large_documents_of_a_stranger_are_not_parsed(folder: Path, keys: Keys, trainer: Trainer) -> None:
+    """That would take the training seconds, and many times their bytes of memory."""
+    large = b"[" * (UNPARSED_BYTES + 1)
+    signed_run(folder, keys, trainer, 1)
+    publisher = Publisher(trainer.live, str(folder), signing_key=keys.private("a"))
+    (folder / version_key(2)).write_bytes(large)
+    with pytest.raises(ConflictError, match=rf"{version_key(2)} is not signed.* find out who else does, remove"):
+        publish(publisher, trainer)
+    with pytest.raises(ConflictError):
+        publisher.close()
+    (folder / RUN_KEY).write_bytes(large)
+    with pytest.raises(SignatureError, match=f"{RUN_KEY} is not signed"):
+        Publisher(trainer.live, str(folder), signing_key=keys.private("a"))
 
 
 def test_bucket_put_back_under_a_publisher(

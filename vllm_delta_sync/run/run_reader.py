@@ -857,9 +857,10 @@ def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
             f"no object {TABLE_KEY!r} in {bucket.url}, which has {RUN_KEY}: a publisher is just starting there, or it "
             "was lost; then restore it from a copy: delta-sync repair --mirror"
         ) from error
+    # Before it is parsed, as run.json was signed: that takes seconds, and many times its bytes of memory.
+    if (digest := sha256(data).hexdigest()) != info.tensors:
+        raise DigestError(f"{TABLE_KEY} has SHA-256 {digest}, run.json says {info.tensors}")
     table = TensorTable.from_bytes(data)
-    if table.digest != info.tensors:
-        raise DigestError(f"{TABLE_KEY} has SHA-256 {table.digest}, run.json says {info.tensors}")
     if info.total != table.total or info.full_bytes != table.full_bytes:
         raise FormatError(f"{RUN_KEY}: total {info.total} or full_bytes {info.full_bytes} contradicts {TABLE_KEY}")
     return table
