@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
@@ -48,6 +47,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import TruncatedFileError
 from vllm_delta_sync.format.table import DTYPES, TensorSpec
 from vllm_delta_sync.logs import guarded_logger
+from vllm_delta_sync.maintenance.run_stats import unix_time
 from vllm_delta_sync.run.run_reader import read_ahead
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
@@ -691,7 +691,7 @@ class CheckpointWatcher:
             return f"it was published before, and version {newest.version} (step {newest.step}) is newer"
         if _step(found) > newest.step:
             return ""
-        written = self._record.written or int(datetime.fromisoformat(newest.created_at).timestamp() * 1e9)
+        written = self._record.written or int((unix_time(newest.created_at) or 0) * 1e9)
         if found.written[0] <= written:
             return f"version {newest.version} (step {newest.step}) is as new or newer"
         return ""

@@ -42,6 +42,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UsageError,
 )
+from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 
 POLL = 0.05
@@ -416,6 +417,17 @@ def test_version_that_no_watcher_published_hides_no_record(out: Path, url: str) 
     write_checkpoint(out / "checkpoint-80", weights(80))
     assert watch_once(out, url)[-1] == ("checkpoint-80", "published", 4)
     assert_versions(url, [weights(step) for step in (20, 40, 60, 20, 80)])
+
+
+def test_a_version_of_a_time_that_does_not_exist_is_no_reason_to_end(out: Path, url: str) -> None:
+    with CheckpointPublisher(url) as publisher:
+        publisher.publish(write_checkpoint(out / "checkpoint-40", weights(40)))
+    manifest = Path(url) / version_key(0)
+    created = open_run(url).head().created_at
+    manifest.write_text(manifest.read_text().replace(created, "2026-02-30T00:00:00Z"))
+    (Path(url) / HEAD_KEY).unlink()
+    write_checkpoint(out / "checkpoint-20", weights(20))
+    assert ("checkpoint-20", "published", 1) in watch_once(out, url)
 
 
 def written_after(folder: Path, seconds: float) -> Path:

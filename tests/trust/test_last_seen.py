@@ -131,6 +131,10 @@ def test_clocks_may_be_apart(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
     expire(world, ago(module.CLOCK_LEEWAY.total_seconds() - 10))
     world.serves(3)
+    # No later time exists, with or without leeway.
+    expire(world, "9999-12-31T23:59:59.999999Z")
+    world.serves(3)
+    assert not world.receiver.status()["trust"]["expired"]
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["expired", "deleted"])

@@ -215,4 +215,4 @@ def _is_past(moment: str | None) -> bool:
         end = datetime.fromisoformat(moment)
     except ValueError:
         return True
-    return datetime.now(UTC) > end + CLOCK_LEEWAY
+    return datetime.now(UTC) - CLOCK_LEEWAY > end
