@@ -245,9 +245,19 @@ def test_files_of_a_run_that_is_not_trusted_are_not_written(tmp_path: Path, serv
     url = str(tmp_path / "run")
     for name in ("signer", "other"):
         keys.generate(tmp_path / name)
-    publish(url, tmp_path / "files", signing_key=tmp_path / "signer", trusted_keys=[tmp_path / "signer.pub"])
+    run = publish(url, tmp_path / "files", signing_key=tmp_path / "signer", trusted_keys=[tmp_path / "signer.pub"])
     state = ("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache"))
     said = serve.refused(1, "--bucket", url, "--trusted-keys", str(tmp_path / "other.pub"), *state)
     assert said.startswith("delta-sync: signature: ")
+    # A config.json may name code.
+    for flag in ("--trust-remote-code", "--trust_remote_code"):
+        assert "give MODEL, or set trusted_keys" in serve.refused(2, "--bucket", url, flag)
+        assert serve("base", "--bucket", url, flag)[-1] == flag
     assert not serve.home.exists()
-    serve("--bucket", url, "--trusted-keys", str(tmp_path / "signer.pub"), *state)
+    # What a start without keys may have written there.
+    folder = tmp_path / "cache" / "models" / run
+    folder.mkdir(parents=True)
+    (folder / "stranger.jinja").touch()
+    serve("--bucket", url, "--trusted-keys", str(tmp_path / "signer.pub"), *state, "--trust-remote-code")
+    assert not (folder / "stranger.jinja").exists()
+    assert (folder / "config.json").exists()

@@ -20,11 +20,12 @@ from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.notice.curve import client_keys
 from vllm_delta_sync.run.model_files import write_files
 from vllm_delta_sync.settings import Settings, environment_name, load_settings
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files, model_files
 
 EXTENSION_FLAG = "--worker-extension-cls"
 LOAD_FORMAT_FLAG = "--load-format"
 MODEL_FLAG = "--model"
+REMOTE_CODE_FLAG = "--trust-remote-code"
 CONFIG_FLAG = "--config"
 """Flag of ``vllm serve`` that names a YAML file with more of its arguments."""
 
@@ -112,6 +113,11 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
             f"{LOAD_FORMAT_FLAG} is {formats[0]!r}, but there is no MODEL to load: give MODEL, or omit "
             f"{LOAD_FORMAT_FLAG}, which loads the weights from the bucket"
         )
+    if REMOTE_CODE_FLAG in flags and not settings.keyring().checks_signatures:
+        raise UsageError(
+            f"with {REMOTE_CODE_FLAG} vLLM runs code that a {CONFIG_NAME} names, and without trusted_keys anyone who "
+            f"can write to {public_url(settings.bucket)} chooses the run's: give MODEL, or set trusted_keys"
+        )
     # Without peers: this process's environment has no admin token for them yet, if a flag names its file.
     with open_run(settings.bucket, settings.keyring(), settings.store().without_copies()) as run:
         folder = settings.models_folder() / run.info.run
@@ -128,7 +134,10 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
             raise StoreError(
                 f"folder {str(folder)!r} cannot be used: {error.strerror}; set cache_dir to another one"
             ) from error
-        write_files(run, folder)
+        written = write_files(run, folder)
+        # Such as what a start without trusted keys has written there.
+        for name in model_files(folder).keys() - set(written):
+            (folder / name).unlink(missing_ok=True)
     if missing_files(names) and not {"--tokenizer", "--skip-tokenizer-init"} & set(flags):
         logger.warning(
             "the run has no tokenizer, so vLLM may not start: give --tokenizer or --skip-tokenizer-init, or MODEL"
