@@ -11,7 +11,9 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from tests.support.samples import CONTEXT
 from tests.support.world import World
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles.alphabets import LONGEST, TABLES
-from vllm_delta_sync.codec.tiles.grid import extent, grid_of
+from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, extent, grid_of
 from vllm_delta_sync.engine.model import accelerator, decode_triton, fingerprint_triton
 from vllm_delta_sync.engine.model.accelerator import Workspace, bytes_of
 from vllm_delta_sync.engine.model.decode_triton import OldBits, TileBatch, array_shapes, tile_fields
@@ -179,6 +181,25 @@ def check_bytes_up() -> None:
     assert up <= 1.2 * len(data)
 
 
+def check_long_streams() -> None:
+    """A stream that no workspace has room for is left to a processor, which refuses it."""
+    spec = TensorSpec("w", "BF16", (512, 512))
+    old, new = trained(spec.shape, 0, share=0.0034)
+    table = TensorTable([spec])
+    [coded] = DeltaReader(encoded(table, [old], [new]), table, CONTEXT).coded(lambda tensor: True)
+    source = Region(0, (spec.numel,), (1,))
+    place = Destination("w", torch.bfloat16, torch.from_numpy(old.view(np.int16)))
+    routes: Any = SimpleNamespace(
+        routes=[[Route(0, source, densely(source, 0, [0]))]], groups=[[0]], destinations=[place]
+    )
+    for bits, there in ((device_decoder.MOST_BITS, True), (device_decoder.MOST_BITS + 1, False)):
+        sizes = np.append(bits, coded.sizes[1:])
+        longer = replace(coded, sizes=sizes, starts=np.cumsum(sizes) - sizes)
+        assert (device_decoder._tiles_of(longer, routes) is not None) == there
+    # All elements of the largest tile: each with the longest codes, and the most raw bits of a value.
+    assert 3 * TILE_ELEMENTS // 2 * (2 * LONGEST + 29) < device_decoder.MOST_BITS
+
+
 def main() -> None:
     with contextlib.redirect_stdout(sys.stderr), pytest.MonkeyPatch.context() as patch:
         # Larger vectors are interpreted faster.
@@ -193,6 +214,7 @@ def main() -> None:
         watch(patch)
         check_old_bits()
         check_bytes_up()
+        check_long_streams()
         with tempfile.TemporaryDirectory() as folder:
             check_followed(Path(folder))
         counted.clear()

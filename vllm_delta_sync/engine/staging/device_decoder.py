@@ -24,7 +24,13 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.coder import CodedTensor
 from vllm_delta_sync.codec.tiles.grid import MOST_RECTANGLES, CutTileError, extent, grid_of
-from vllm_delta_sync.engine.model.accelerator import ALIGNMENT, Workspace, bytes_of, carve
+from vllm_delta_sync.engine.model.accelerator import (
+    ALIGNMENT,
+    LEAST_WORKSPACE_BYTES,
+    Workspace,
+    bytes_of,
+    carve,
+)
 from vllm_delta_sync.engine.model.decode_triton import (
     BITS,
     BLOCK,
@@ -59,6 +65,9 @@ WORD_BYTES = 8 * CLASSES
 """Bytes of scratch memory per word of 32 elements: the masks of all classes, and what comes before each."""
 TILE_BYTES = 128
 """Bytes per tile, at most: its fields and those of its part, members, counts."""
+MOST_BITS = 8 * LEAST_WORKSPACE_BYTES // 2
+"""Of a tile's stream that a device decodes, so that the smallest workspace has room for it. All elements of the largest
+tile take fewer: a processor says what is wrong with more."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +234,8 @@ def _decode_window(
 def _tiles_of(coded: CodedTensor, routes: RouteMap) -> list[TilesOfRoute] | None:
     """Return the tiles of a tensor that a device has; None if a processor has to decode the tensor."""
     if coded.spec.element.itemsize == 8 or max(extent(coded.spec.shape)) > np.iinfo(np.int32).max:
+        return None
+    if coded.sizes.max() > MOST_BITS:
         return None
     grid, found = grid_of(coded.spec.shape), list[TilesOfRoute]()
     each = list(zip(routes.routes[coded.tensor], routes.groups[coded.tensor], strict=True))
