@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
 from tests.support.marked import MarkedGrown
-from vllm_delta_sync.client import Run
+from tests.support.written import Written
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -26,6 +27,7 @@ from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.maintenance.accounting import account
@@ -386,6 +388,21 @@ def test_more_than_a_record_lists_goes_in_several_collections(tmp_path: Path, mo
     for dry_run in (True, False):
         with pytest.raises(LimitError, match="keep-every"):
             collect(spread.run_, RetentionPolicy(keep_last=1, keep_every=5, min_age=0.0), dry_run)
+
+
+def test_the_largest_record_is_read_and_a_larger_one_is_not_parsed(tmp_path: Path) -> None:
+    """Anyone who can write to the bucket can write one, and readers beside training parse it."""
+    Written(tmp_path / "run", 1)
+    run = open_run(tmp_path / "run")
+    ranges = [[first, first + 1] for first in range(10**9, 10**9 + 3 * limits.MAX_RANGES, 3)]
+    going = [side.merged_delta_key(first, first + 1) for first, _ in ranges]
+    record = {"run": run.info.run, "gone": ranges, "kept": ranges, "going": going, "created_at": timestamp()}
+    data = side.Retention.model_validate(record).to_bytes()
+    run.bucket.put(side.RETENTION_KEY, data)
+    assert run.retention() is not None
+    larger = data[:-1] + b',"zzz":"' + b"x" * (limits.MAX_RETENTION_BYTES - len(data)) + b'"}'
+    run.bucket.put(side.RETENTION_KEY, larger)
+    assert run.retention() is None
 
 
 def test_policies_that_make_no_sense() -> None:

@@ -38,6 +38,8 @@ MAX_SIDE_BYTES = 65_536
 """Tags, claims and heartbeats."""
 MAX_RANGES = 65_536
 """Ranges and keys that retention.json lists."""
+MAX_RETENTION_BYTES = 8 * 1024 * 1024
+"""retention.json, whose lists take 6 MB at most: no signature is checked before it is parsed."""
 MAX_HEARTBEAT_PINS = 64
 MAX_HEARTBEAT_SECONDS = 7 * 24 * 3600
 MAX_HEARTBEAT_TEXT = 400

@@ -732,7 +732,7 @@ class RunReader:
     def retention(self) -> Retention | None:
         """Read the record of what garbage collection removed, if any. A damaged one, only a hint, counts as none."""
         try:
-            return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
+            return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_RETENTION_BYTES)
         except DataError:
             return None
 
@@ -759,7 +759,7 @@ class RunReader:
             return self.tag(name)
         if (epoch := claim_of_key(key)) is not None:
             return self.claim(epoch)
-        return self._read_standalone(Retention, key, limits.MAX_JSON_BYTES) if key == RETENTION_KEY else None
+        return self._read_standalone(Retention, key, limits.MAX_RETENTION_BYTES) if key == RETENTION_KEY else None
 
     def standalones(self, keys: Sequence[str]) -> Iterator[tuple[str, Standalone | DataError]]:
         """Yield each key with its document, or with why it cannot be read; reads in parallel.
