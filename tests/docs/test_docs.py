@@ -39,7 +39,7 @@ FOREIGN_FLAGS = {
     *("--kv-transfer-config", "--load-format", "--master-addr", "--max-cpu-loras", "--max-lora-rank", "--model"),
     *("--max-loras", "--max-model-len", "--nnodes", "--node-rank", "--pipeline-parallel-size", "--port"),
     *("--served-model-name", "--speculative-config", "--tensor-parallel-size"),
-    *("--weight-transfer-config", "--worker-extension-cls"),
+    *("--trust-remote-code", "--weight-transfer-config", "--worker-extension-cls"),
     # Of slime.
     *("--custom-update-weight-post-write-path", "--hf-checkpoint", "--model-path"),
     *("--rollout-function-path", "--update-weight-disk-dir", "--update-weight-mode"),
