@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,20 @@ def check_folder(files: str | Path | None) -> None:
     _kept_of(files)
 
 
+_OVERRULING = (
+    ({"tokenizer.json", "tokenizer_config.json"}, {"special_tokens_map.json", "added_tokens.json"}),
+    ({"chat_template.jinja"}, {"chat_template.json"}),
+)
+"""(files that transformers saves, files of older releases that it reads instead where they lie beside them)."""
+
+
 def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
     """Return name → content of the files that a new run keeps.
 
     Files of ``files`` take precedence over those of the base. If the base has no configuration, that of a transformers
     model is written. Those beside the weights of a checkpoint folder take precedence over the base's, except
-    ``config.json``: it has the dtypes, and the base decides these. Files of the base or the model that a run cannot
-    keep are left out with a warning.
+    ``config.json``: it has the dtypes, and the base decides these. Left out are files that loaders would prefer to ones
+    that take precedence (``_OVERRULING``), and with a warning files of the base or the model that a run cannot keep.
 
     Args:
         model: as of ``Publisher``. files: folder of the user. base: checkpoint that version 0 starts from.
@@ -56,15 +63,25 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
         found = {} if base is None or not os.path.isdir(base.path) else model_files(base.path)
         if isinstance(model, LiveTensors) and model.folder is not None:
             own = model_files(model.folder)
+            _drop_overruling(found, own)
             found |= {name: path for name, path in own.items() if name != CONFIG_NAME or name not in found}
         if CONFIG_NAME not in found and pretrained is not None:
             _write_configuration(pretrained, str(folder.path))
             found |= model_files(folder.path)
+        _drop_overruling(found, kept.contents)
         # First the files that every server needs.
         for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
             if kept.known_as(name) is None and (reason := kept.add(found[name])) is not None:
                 logger.warning("the run does not keep the model's file %r: %s", name, reason)
     return kept.contents
+
+
+def _drop_overruling(found: dict[str, Path], given: Collection[str]) -> None:
+    """Remove from ``found`` what would overrule files of a tokenizer or processor that are given."""
+    for saved, older in _OVERRULING:
+        if saved <= set(given):
+            for name in older.difference(given):
+                found.pop(name, None)
 
 
 @contextmanager

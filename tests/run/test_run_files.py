@@ -20,6 +20,7 @@ from tests.support.store_faults import failing_put
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
 from tests.support.trainers import trainer_of
 from trainer_side import Publisher, run_files
+from trainer_side.checkpoint_folders import CheckpointPublisher
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from vllm_delta_sync import open_run
 from vllm_delta_sync.client import Run
@@ -218,6 +219,30 @@ def test_the_callback_keeps_the_trainers_tokenizer(url: str, own: Path, tmp_path
     assert (again.get_vocab(), again.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
     # The callback's own options win.
     assert kept(url + "-2") == SMALL | {"generation_config.json": run.file("generation_config.json")}
+
+
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_older_files_of_the_base_do_not_overrule_the_tokenizer_given(url: str, tmp_path: Path, by_folder: bool) -> None:
+    """transformers reads special_tokens_map.json, if there is one, for what tokenizer_config.json says."""
+    model = make_model("qwen3", hidden_size=32)
+    base, own = save_checkpoint(model, tmp_path / "base"), save_checkpoint(model, tmp_path / "own")
+    (base / "special_tokens_map.json").write_text('{"eos_token": "</s>", "pad_token": "<pad>"}')
+    (base / "added_tokens.json").write_text('{"<old>": 200}')
+    (base / "chat_template.json").write_text('{"chat_template": "of the base"}')
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.eos_token, tokenizer.pad_token = "<unk>", "</s>"
+    tokenizer.save_pretrained(own)
+    if by_folder:
+        with CheckpointPublisher(url, base=base) as publisher:
+            publisher.publish(own, step=1)
+    else:
+        trainer = trainer_of(model, tmp_path, [DeltaSyncCallback(url, base=base)], max_steps=1)
+        trainer.callback_handler.processing_class = tokenizer
+        trainer.train()
+    write_files(open_run(url), tmp_path / "model")
+    again = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (again.eos_token, again.pad_token, again.get_vocab()) == ("<unk>", "</s>", tokenizer.get_vocab())
+    assert not (tmp_path / "model" / "chat_template.json").exists()
 
 
 class Saves:
