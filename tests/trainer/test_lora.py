@@ -173,6 +173,21 @@ def test_an_adapter_that_is_sharded_in_a_world_of_one_is_published(url: str) -> 
     assert_holds(open_run(url), 1, {name: own.full_tensor() for name, own in get_peft_model_state_dict(model).items()})
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_adapter_without_task_type_names_the_class_of_its_base_as_peft_does(
+    url: str, tmp_path: Path, sharded: bool
+) -> None:
+    model = get_peft_model(qwen3(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    if sharded:
+        fully_shard(model.base_model.model, mesh=init_device_mesh("cpu", (1,)))
+    adapter_publisher(model, url).close()
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["auto_mapping"]["base_model_class"] == "Qwen3ForCausalLM"
+    assert json.loads(open_run(url).file("adapter_config.json")) == config
+
+
 def test_a_branch_goes_on_with_deltas_between_related_adapters(url: str) -> None:
     model = adapted(qwen3())
     with adapter_publisher(model, url) as publisher:

@@ -40,11 +40,15 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
             configuration. Otherwise as ``Publisher``.
     """
     tensors = AdapterTensors(model, adapter)
-    config = tensors.config
+    config, inner = tensors.config, type(unwrap(tensors.model))
+    # FSDP2 gives a module a class of its own, derived from the model's.
+    base = next((cls for cls in inner.__mro__ if not cls.__module__.startswith("torch.")), inner)
+    # As PEFT writes it: without task_type, AutoPeftModel finds the base's class by this.
+    mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     with ProcessFolder() as folder:
         was_training, config.inference_mode = config.inference_mode, True
         try:
-            config.save_pretrained(str(folder.path))
+            config.save_pretrained(str(folder.path), auto_mapping_dict=None if config.task_type else mapping)
         finally:
             config.inference_mode = was_training
         if tensors.are_sharded:
