@@ -14,6 +14,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.cli.serve import split_serve
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.maintenance.export import export
 from vllm_delta_sync.settings import Settings, load_settings
 from vllm_delta_sync.trust import keys
 
@@ -64,6 +65,20 @@ def serve(
 ) -> Command:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Command(tmp_path / "cache", capsys, caplog)
+
+
+def test_a_sentence_transformers_model_starts_from_its_folder(serve: Command, tmp_path: Path) -> None:
+    """A run keeps no subfolders, so vLLM would not find how to pool."""
+    (folder := tmp_path / "files").mkdir()
+    for name, text in {**FILES, "modules.json": "[]"}.items():
+        (folder / name).write_text(text)
+    with Publisher([("a", torch.zeros(4))], run := str(tmp_path / "run"), files=folder):
+        pass
+    assert "1_Pooling" in serve.refused(2, "--bucket", run)
+    assert serve("model", "--bucket", run)[0] == "model"
+    assert "--pooler-config" in serve("--bucket", run, "--pooler-config", '{"pooling_type": "MEAN"}')
+    with open_run(run) as opened:
+        assert any("1_Pooling" in note for note in export(opened, tmp_path / "out").notes)
 
 
 def test_every_setting_is_a_flag() -> None:

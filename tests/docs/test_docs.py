@@ -37,8 +37,8 @@ FOREIGN_FLAGS = {
     *("--distributed-executor-backend", "--ec-transfer-config", "--enable-elastic-ep", "--enable-eplb"),
     *("--enable-expert-parallel", "--enable-lora", "--enforce-eager", "--headless", "--host"),
     *("--kv-transfer-config", "--load-format", "--master-addr", "--max-cpu-loras", "--max-lora-rank", "--model"),
-    *("--max-loras", "--max-model-len", "--nnodes", "--node-rank", "--pipeline-parallel-size", "--port"),
-    *("--served-model-name", "--speculative-config", "--tensor-parallel-size"),
+    *("--max-loras", "--max-model-len", "--nnodes", "--node-rank", "--pipeline-parallel-size", "--pooler-config"),
+    *("--port", "--served-model-name", "--speculative-config", "--tensor-parallel-size"),
     *("--trust-remote-code", "--weight-transfer-config", "--worker-extension-cls"),
     # Of slime.
     *("--custom-update-weight-post-write-path", "--hf-checkpoint", "--model-path"),

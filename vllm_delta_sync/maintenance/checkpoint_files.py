@@ -24,6 +24,7 @@ from vllm_delta_sync.tensors.checkpoint import (
     ADAPTER_NAME,
     DRAFT_FOLDER,
     INDEX_NAME,
+    MODULES_NAME,
     SINGLE_NAME,
     is_model_file,
     missing_files,
@@ -186,7 +187,7 @@ def model_files_of_run(
     Args:
         base: checkpoint of version 0, if it is not at the recorded place.
         looked_in: gets where files were searched, and why something there could not be read. That is no error, because
-            weights without a configuration are useful too. notes: gets what is wrong with files of the run.
+            weights without a configuration are useful too. notes: gets what is wrong with them.
     """
     found: dict[str, bytes] = {}
     adapter = is_adapter(run)
@@ -199,7 +200,14 @@ def model_files_of_run(
             found[item.name] = fetch_run_file(run, item)
         except (NotFoundError, DigestError, LimitError) as error:
             notes.append(f"{item.name} of the run cannot be used: {error.message}")
-    return found if adapter or not missing_files(found) else _of_base(run, base, looked_in, notes) | found
+    if not adapter and missing_files(found):
+        found = _of_base(run, base, looked_in, notes) | found
+    if MODULES_NAME in found:
+        notes.append(
+            f"the subfolders that {MODULES_NAME} names, such as 1_Pooling, are not written, and without them engines "
+            "pool in another way: copy them from the model's folder"
+        )
+    return found
 
 
 def _of_base(run: RunReader, base: str | Path | None, looked_in: list[str], notes: list[str]) -> dict[str, bytes]:

@@ -22,6 +22,8 @@ from vllm_delta_sync.tensors.changes import Bits
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+MODULES_NAME = "modules.json"
+"""Names the modules of a Sentence Transformers model. Their settings, such as how to pool, lie in subfolders."""
 DRAFT_FOLDER = "draft"
 """Subfolder with the checkpoint of the model that drafts for the one in the folder. Its tensors have ``DRAFT_PREFIX``
 before their names, as in a run. vLLM and transformers do not look into subfolders."""

@@ -20,7 +20,7 @@ from vllm_delta_sync.logs import public_url
 from vllm_delta_sync.notice.curve import client_keys
 from vllm_delta_sync.run.model_files import write_files
 from vllm_delta_sync.settings import Settings, environment_name, load_settings
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files, model_files
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, MODULES_NAME, missing_files, model_files
 
 EXTENSION_FLAG = "--worker-extension-cls"
 LOAD_FORMAT_FLAG = "--load-format"
@@ -127,6 +127,11 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
                 f"the run at {public_url(settings.bucket)} has no {CONFIG_NAME}, so a server cannot start from it "
                 f"alone: give MODEL, a folder with {CONFIG_NAME} and tokenizer, or let the publisher begin a run with "
                 "files="
+            )
+        if MODULES_NAME in names and not any(flag.startswith("--pooler-config") for flag in flags):
+            raise UsageError(
+                f"the run at {public_url(settings.bucket)} has the model of {MODULES_NAME}, whose subfolders (such as "
+                "1_Pooling) a run does not keep: vLLM would pool in another way; give MODEL, or --pooler-config"
             )
         try:
             make_own_folder(folder)
