@@ -77,23 +77,29 @@ def failed(done: Done, code: int, kind: str, *words: str) -> None:
 
 
 def test_all_commands_on_one_server(site: Site, url: str) -> None:
-    for step in (1, 2):
-        site.publish(step)
-        line = shown("wait", "--server", url, "--version", step, "--timeout", "120")
+    served = site.service.receiver.served_version
+    assert served is not None
+    one, two, three = range(served + 1, served + 4)
+    for version in (one, two):
+        site.publish(step=version)
+        line = shown("wait", "--server", url, "--version", version, "--timeout", "120")
         # The state may still be that of the commit.
-        assert line.startswith(f"{url}: done; serves version {step} (step {step}), lag 0, state ")
-    rolled = f"{url}: rolled back; serves version 1 (step 1), lag 1, state held\n"
-    assert shown("rollback", "--server", url, "--version", "1") == rolled
-    site.publish(3)
-    assert shown("sync", "--server", url, "--version", "2").endswith("serves version 2 (step 2), lag 1, state held\n")
-    assert shown("hold", "--server", url) == f"{url}: held; serves version 2 (step 2), lag 1, state held\n"
+        assert line.startswith(f"{url}: done; serves version {version} (step {version}), lag 0, state ")
+    rolled = f"{url}: rolled back; serves version {one} (step {one}), lag 1, state held\n"
+    assert shown("rollback", "--server", url, "--version", one) == rolled
+    site.publish(step=three)
+    held = f"serves version {two} (step {two}), lag 1, state held\n"
+    assert shown("sync", "--server", url, "--version", two).endswith(held)
+    assert shown("hold", "--server", url) == f"{url}: held; {held}"
     assert shown("release", "--server", url).startswith(f"{url}: released; serves version ")
-    assert shown("sync", "--server", url) == f"{url}: synced; serves version 3 (step 3), lag 0, state idle\n"
+    assert (
+        shown("sync", "--server", url) == f"{url}: synced; serves version {three} (step {three}), lag 0, state idle\n"
+    )
     assert site.asked == ["rollback", "sync", "hold", "release", "sync"]
     assert answer("hold", "--server", url)["servers"][0]["status"]["holding"] is True
     line = shown("rollback", "--server", url, "--version", "served~2")
-    assert line == f"{url}: rolled back; serves version 1 (step 1), lag 2, state held\n"
-    assert kind(3, "rollback", "--server", url, "--version", "served~2") == "not_found"
+    assert line == f"{url}: rolled back; serves version {one} (step {one}), lag 2, state held\n"
+    assert kind(3, "rollback", "--server", url, "--version", f"served~{two}") == "not_found"
     for wrong in ("served", "served~", "served~x", "head~1", "-1"):
         assert kind(2, "rollback", "--server", url, "--version", wrong) == "usage"
 

@@ -216,9 +216,9 @@ def check(example: Example, template: Path, folder: Path, site: tuple[str, str])
             shutil.copytree(item, folder / item.name, copy_function=os.link)
     if words[0] == "branch":
         shutil.rmtree(folder / "other", ignore_errors=True)
-    if words[0] == "wait":
-        # An example before it may have rolled back the server that all share, which then holds.
-        assert delta_sync("release", "--server", site[0]).code == 0
+    if example.command in SERVER_COMMANDS:
+        # All share the server, and another example may have rolled it back; then it holds.
+        assert delta_sync("release", "--server", site[0]).code == delta_sync("sync", "--server", site[0]).code == 0
     if words[0] == "keygen":
         for name in (words[1], f"{words[1]}.pub"):
             (folder / name).unlink(missing_ok=True)

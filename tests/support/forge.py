@@ -54,6 +54,7 @@ def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
         "format_version": 2,
         "requires": ["plain"],
         "run": head.run,
+        "epoch": head.epoch,
         "version": head.version + 1,
         "step": head.step + 1,
         "kind": "delta",
