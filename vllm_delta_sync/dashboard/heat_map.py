@@ -139,9 +139,13 @@ def _by_number(layer: str) -> tuple[str, int]:
 
 
 def count_elements(
-    read: Callable[[int, int], bytes], size: int, table: TensorTable, context: DeltaContext, what: str,
+    read: Callable[[int, int], bytes],
+    size: int,
+    table: TensorTable,
+    context: DeltaContext,
+    what: str,
     parsing: AbstractContextManager[object],
-) -> Counter[int]:  # fmt: skip
+) -> Counter[int]:
     """Return tensor id → elements that a delta object carries. Its digest is not checked.
 
     Args:
