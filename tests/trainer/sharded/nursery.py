@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def _main(folder: Path) -> None:
     # Loads what ranks need, some of them; the first is what torch loads when something is sharded first.
     libraries = ("torch._dynamo", "transformers.trainer", "megatron.core.models.gpt.gpt_model")
     for name in (*libraries, "trainer_side.ranks.coordinator"):
-        importlib.import_module(name)
+        if find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     warm = [(name, tensor.detach()) for name, tensor in models.built("mixed").state_dict().items()]
     with Publisher(warm, str(folder / "warm")) as publisher:
         for _, tensor in warm:

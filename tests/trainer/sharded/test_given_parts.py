@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def publish_megatron(rank: int, size: int, folder: str, family: str, layout: lis
     return [gathered, held]
 
 
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
