@@ -45,8 +45,14 @@ class StateFile:
         self._acquired: weakref.finalize[Any, Any] | None = None
 
     def exists(self) -> bool:
-        """Return whether anything has the file's name, even if ``read`` refuses it."""
-        return os.path.lexists(self.path)
+        """Return whether anything has the file's name, even if ``read`` refuses it; True if a disk does not say."""
+        try:
+            os.lstat(self.path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last: this user has no files there
+            return False
+        except OSError:
+            return True
+        return True
 
     def read(self) -> bytes:
         """Return the content; needs no lock.

@@ -248,6 +248,14 @@ def test_order_that_another_may_have_written_is_not_believed(life: Life, how: st
     assert service.receiver.status()["target"] == "head"
 
 
+def test_order_that_cannot_be_looked_for_holds_what_the_server_starts_with(life: Life) -> None:
+    """A disk that fails does not say that there is none; a folder that leads to itself stands for it."""
+    (life.chain.root / "state").symlink_to(life.chain.root / "state")
+    service = life.start()
+    life.serves(0)
+    wait_until(lambda: service.receiver.status()["state"] == "held")
+
+
 def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCaptureFixture) -> None:
     (life.chain.root / "state").write_text("in the way")
     service = life.start()

@@ -5,6 +5,7 @@
 
 import os
 import re
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     except OSError as error:
         raise StoreError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error
     try:
-        return {path.name: path for path in found if is_model_file(path.name) and path.is_file()}
+        return {path.name: path for path in found if is_model_file(path.name) and _is_file(path)}
     except OSError as error:  # a link into a folder that this user may not enter
         raise StoreError(f"{error.filename!r} cannot be read: {error.strerror}") from error
 
@@ -211,7 +212,7 @@ def weight_files(path: Path) -> list[str]:
     """
     draft = path / DRAFT_FOLDER
     try:
-        drafts = _weight_files(draft) if any((draft / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)) else []
+        drafts = _weight_files(draft) if any(_is_file(draft / name) for name in (SINGLE_NAME, INDEX_NAME)) else []
         return [*_weight_files(path), *(f"{DRAFT_FOLDER}/{name}" for name in drafts)]
     except OSError as error:
         raise StoreError(f"checkpoint {str(path)!r} cannot be read: {error.strerror}") from error
@@ -224,7 +225,7 @@ def _weight_files(path: Path) -> list[str]:
         NotFoundError: there is neither. FormatError, LimitError: the index is malformed. OSError.
     """
     index = path / INDEX_NAME
-    if index.is_file():
+    if _is_file(index):
         try:
             with index.open("rb") as file:
                 check_limit(
@@ -239,9 +240,17 @@ def _weight_files(path: Path) -> list[str]:
                 f"{INDEX_NAME} in {str(path)!r} names {str(bad[0])[:80]!r}, which cannot be a file of that directory"
             )
         return sorted(names)
-    if (path / SINGLE_NAME).is_file():
+    if _is_file(path / SINGLE_NAME):
         return [SINGLE_NAME]
     raise NotFoundError(f"{str(path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors can be read")
+
+
+def _is_file(path: Path) -> bool:
+    """As ``Path.is_file`` before Python 3.14, which raises OSError where a disk fails; since then it returns False."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _is_file_name(name: object) -> bool:

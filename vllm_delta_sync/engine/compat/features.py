@@ -118,7 +118,9 @@ def missing_names() -> tuple[str, ...]:
             continue
         for owner, _, name in (each.partition(".") for each in names):
             cls = getattr(module, owner, None)
-            set_by_constructor = inspect.unwrap(cls.__init__).__code__.co_names if inspect.isclass(cls) else ()
+            constructor = inspect.unwrap(cls.__init__) if inspect.isclass(cls) else None
+            # A protocol has none of its own from Python 3.14 on.
+            set_by_constructor = constructor.__code__.co_names if inspect.isfunction(constructor) else ()
             if not hasattr(cls, name) and name not in set_by_constructor:
                 missing.append(f"{owner}.{name}")
     return tuple(missing)
