@@ -293,7 +293,7 @@ def routes() -> Iterator[str]:
     ]
     by_code: dict[int, list[str]] = {}
     for cls, status in access.STATUS_CODES:
-        by_code.setdefault(status, []).append(code(cls.kind))
+        by_code.setdefault(status, []).append(kinds_below(cls, apart=(VersionError, UnreachableError, LateError)))
     answers += [(str(status), "kind " + ", ".join(names)) for status, names in by_code.items()]
     refused = "any other kind: the bucket's data was refused; the weights did not change"
     answers.append((str(access.REFUSED_DATA), refused))
@@ -351,8 +351,10 @@ def kinds() -> Iterator[str]:
     yield table(("kind", "class", "exit", "meaning"), rows)
 
 
-def kinds_below(base: type[errors.DeltaSyncError]) -> str:
-    return ", ".join(sorted(code(cls.kind) for cls in declaring_kinds() if issubclass(cls, base)))
+def kinds_below(base: type[errors.DeltaSyncError], apart: tuple[type[errors.DeltaSyncError], ...] = ()) -> str:
+    """Of a class and its subclasses, without those that are shown apart."""
+    found = (cls for cls in declaring_kinds() if issubclass(cls, base) and not issubclass(cls, apart))
+    return ", ".join(sorted(code(cls.kind) for cls in found))
 
 
 def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:

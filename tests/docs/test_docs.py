@@ -21,7 +21,8 @@ from tests.support.tiny import make_model, save_checkpoint
 from trainer_side import DeltaSyncCallback, Publisher
 from trainer_side.integrations.peft import adapter_publisher
 from trainer_side.result import Seconds
-from vllm_delta_sync import cli, follow, open_run
+from vllm_delta_sync import cli, errors, follow, open_run
+from vllm_delta_sync.engine.api.access import REFUSED_DATA, answer_error
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name
@@ -125,6 +126,15 @@ def test_python_compiles_and_imports_what_exists(path: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     running.run_python("docs/generate_reference.py", "--check")
+
+
+def test_the_reference_names_the_status_code_of_each_kind() -> None:
+    table = (ROOT / "docs" / "REFERENCE.md").read_text().split("### Status codes")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| kind (`[^:|]*`) \|$", table, re.MULTILINE)
+    codes = {kind: int(code) for code, kinds in rows for kind in re.findall(r"`(\w+)`", kinds)}
+    for cls in vars(errors).values():
+        if isinstance(cls, type) and issubclass(cls, errors.DeltaSyncError):
+            assert answer_error(cls("text")).status_code == codes.get(cls.kind, REFUSED_DATA), cls.kind
 
 
 def test_the_reference_has_what_a_trainer_imports() -> None:
