@@ -168,7 +168,7 @@ def begin_other(root: Path, tensors: dict[str, torch.Tensor], base: bool = True)
         (
             lambda root: begin_other(root, checkpoint_tensors(seed=1)),
             "chain",
-            ["6 of 6 tensors differ", "Start vLLM from the checkpoint", "/other"],
+            ["6 of 6 tensors differ", "Restart vLLM from the checkpoint", "/other"],
         ),
         (
             lambda root: begin_other(root, checkpoint_tensors(), base=False),

@@ -226,9 +226,10 @@ class WeightIdentifier:
             raise self._unread
         unlike = ChainError(
             f"this server's weights are not the run's base: {len(mismatches)} of {len(table)} "
-            f"tensors differ, first {table[mismatches[0]].name!r}. Start vLLM from the checkpoint the run refers to "
-            f"({root.base.location if root.base else 'unknown'}); if it was, this model keeps those tensors in "
-            "another layout than it loads them in, and cannot be patched in place"
+            f"tensors differ, first {table[mismatches[0]].name!r}. Restart vLLM from the checkpoint the run refers to "
+            f"({root.base.location if root.base else 'unknown'}), also if another run was here before; if this error "
+            "is back, this model keeps those tensors in another layout than it loads them in, and cannot be patched "
+            "in place"
         )
         self._refuse(unlike)
         raise unlike
