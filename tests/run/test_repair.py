@@ -156,6 +156,21 @@ def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
     assert_whole(whole)
 
 
+@pytest.mark.parametrize("head", [None, b"{"])
+def test_all_manifests_come_back_from_a_mirror_without_a_head(head: bytes | None, whole: Whole) -> None:
+    mirror = whole.bucket.copy()
+    right = contents(whole)
+    for key in right:
+        if key == keys.HEAD_KEY or key.startswith(keys.VERSIONS_PREFIX):
+            whole.bucket.delete(key)
+    if head is not None:
+        whole.bucket.put(keys.HEAD_KEY, head)
+    with pytest.raises(NotFoundError, match="has no version"):
+        repair(whole.run)
+    assert repair(whole.run, mirror=mirror).lost == []
+    assert contents(whole) == right
+
+
 def test_a_mirror_is_believed_only_where_digests_prove_it(whole: Whole) -> None:
     mirror = Whole(seed=77)  # says that it is the same run
     mirror.deltas(*["plain"] * 8)

@@ -191,6 +191,19 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
     return restored
 
 
+def restore_lost_head(run: RunReader, mirror: Bucket) -> list[str]:
+    """Restore HEAD.json if it and all manifests are lost, so that the manifests are missed; return the keys put."""
+    if run.versions():
+        return []
+    with suppress(DataError):
+        run.read_head()
+        return []
+    with suppress(DataError):
+        run.bucket.put(HEAD_KEY, run.in_bucket(mirror).read_head().to_bytes())
+        return [HEAD_KEY]
+    return []
+
+
 def check_copy(mirror: Bucket, info: RunInfo) -> None:
     """Check that a mirror holds this run, as far as it can be read: its URL may be wrong.
 

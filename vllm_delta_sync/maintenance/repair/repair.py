@@ -22,7 +22,12 @@ from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.record import empty_record, ranges, spelled
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, check_copy, restore_identity
+from vllm_delta_sync.maintenance.repair.from_mirror import (
+    Mirror,
+    check_copy,
+    restore_identity,
+    restore_lost_head,
+)
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust import Keyring
@@ -96,6 +101,7 @@ def repair(
         run = RunReader(bucket, keyring)
         if mirror is not None:
             check_copy(mirror, run.info)
+            repaired += [f"{key}: from the mirror" for key in restore_lost_head(run, mirror)]
         unsigned: list[str] = []
         for _ in range(ROUNDS):
             report, audit = examine(run, base, progress, Findings(keep=True))
