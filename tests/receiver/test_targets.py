@@ -76,6 +76,19 @@ def test_tag_is_followed_as_it_moves_forward(chain: Chain) -> None:
     status = server.receiver.status()
     assert (status["state"], status["served"]["version"], status["holding"]) == ("held", 5, False)
     assert status["last_error"]["kind"] == "chain"
+    # Another target, or another version served, ends that at once, not at the next poll.
+    server.receiver.target("5")
+    assert server.receiver.status()["ready"] == {"ready": True, "reasons": []}
+    server.receiver.target("tag:best")
+    assert (server.receiver.status()["state"], server.receiver.served_version) == ("idle", 3)
+    set_tag(run, "best", 2)
+    with pytest.raises(ChainError, match="rollback"):
+        server.receiver.advance()
+    server.receiver.rollback(1)
+    server.receiver.release()
+    assert (server.receiver.status()["state"], server.receiver.served_version) == ("idle", 1)
+    server.reaches(2, commits=1)
+    set_tag(run, "best", 3)
     server.receiver.rollback(2)
     with pytest.raises(BusyError):
         server.receiver.advance()

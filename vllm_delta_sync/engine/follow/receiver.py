@@ -299,7 +299,7 @@ class Receiver:
                 self.settings = before
             if not stays or not isinstance(error, DeltaSyncError) or (chosen == before and not moved):
                 raise
-        self.board.set(target=named)
+        self.board.set(target=named, ahead_of_target=False)
         self.release()
 
     def verify(self) -> Answer:

@@ -341,7 +341,7 @@ class WeightUpdater:
 
     def _mark_served(self, target: Manifest) -> None:
         # An earlier error is resolved by this version.
-        self._board.set(served=target, invalidated=False, error=None)
+        self._board.set(served=target, invalidated=False, ahead_of_target=False, error=None)
 
     def _confirm(self) -> None:
         """Confirm the last commit, after generation has resumed: until then its undo data may be needed.

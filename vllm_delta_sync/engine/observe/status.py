@@ -34,7 +34,7 @@ class StatusBoard:
         target: what is followed: head, a version, or tag:NAME.
         holding: whether new versions are ignored.
         requests: those that may lead to another version, and are not answered yet.
-        ahead_of_target: whether the served version is newer than the target.
+        ahead_of_target: whether the served version was newer than the target when the target was last resolved.
         asleep: whether the engine's weights were out of memory when last asked.
         invalidated: whether the weights were found to be no version.
         repair_target: the version served when weights were found changed from outside; None once repaired.
