@@ -131,13 +131,17 @@ def test_rollback_outlives_a_restart(life: Life, loaded: int, policy: str) -> No
 
 
 @pytest.mark.parametrize("loaded", [0, 6], ids=["checkpoint", "beside a bad version"])
-def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life, loaded: int) -> None:
+@pytest.mark.parametrize("policy", ["manual", "follow"])
+def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life, policy: str, loaded: int) -> None:
     if loaded:
         life.chain.spoil_manifest(7)
-    life.start(loaded, policy="manual").request("hold").result(WAIT)
-    life.start(loaded)
+    away = life.chain.folder.rename(life.chain.root / "away")
+    life.start(loaded, policy=policy).request("hold").result(WAIT)
+    away.rename(life.chain.folder)
     life.serves(loaded)
     wait_until(lambda: life.order.get("version") == loaded)
+    life.start(loaded)
+    life.serves(loaded)
 
 
 def test_a_request_that_fails_half_way_is_held_where_it_came_to(life: Life) -> None:

@@ -186,6 +186,7 @@ class Receiver:
                 self._updater.check_external_writes()
             elif self._unmatched_run != self.run_id:
                 self._identify()
+                self._save_order()
             self._check_served_in_bucket()
             if stopped_by is not None:
                 raise stopped_by
