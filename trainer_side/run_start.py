@@ -232,7 +232,10 @@ class RunStart:
 
     def _conflict(self, key: str) -> ConflictError:
         self._tried.remove(key)
-        return ConflictError(f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL")
+        return ConflictError(
+            f"{self._bucket.url} holds {key} of another publisher, which began meanwhile; if each rank of a job makes "
+            "a publisher, make it on rank 0 only; otherwise publish to a new run URL"
+        )
 
     def _remove_written(self) -> list[str]:
         """Remove what this start has written; return the keys that may still be there."""

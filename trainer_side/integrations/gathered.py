@@ -12,6 +12,7 @@ from trainer_side.publisher import Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from trainer_side.result import PublishResult
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.units import listed
 
 __all__ = ["Pairs", "gathered_publisher", "publish_gathered"]
 
@@ -41,7 +42,8 @@ def gathered_publisher(
         options: of ``Publisher``.
 
     Raises:
-        UsageError: ``all_wait`` is not that of an earlier one. Otherwise as ``StreamedWeights`` and ``Publisher``.
+        UsageError: ``all_wait`` is not that of an earlier one, or with it not exactly one rank ``leads``. Otherwise as
+            ``StreamedWeights`` and ``Publisher``.
     """
     global _waiting
     former = _waiting
@@ -58,6 +60,12 @@ def gathered_publisher(
 
     with ExitStack() as undo:
         undo.callback(group.close)
+        (leading,) = group.ranks_where("leads", [leads])
+        if not group.alone and len(leading) != 1:
+            raise UsageError(
+                f"leads is true on {'rank ' + listed(leading, 8) if leading else 'no rank'}; give it on one rank, the "
+                "one that publishes: leads=rank == 0"
+            )
         publisher = group.on_every_rank("beginning", make)
         undo.pop_all()
     if former is not None:
@@ -75,7 +83,7 @@ def publish_gathered(
 
     Args:
         publisher: of ``gathered_publisher``.
-        step: optimizer step.
+        step: optimizer step; that of the publishing rank counts.
         weights: (name in the checkpoint or of a parameter, whole tensor).
         exact: as ``Publisher.publish``; with a budget, give it with the last weights, since ``close`` has none.
 
@@ -92,4 +100,4 @@ def publish_gathered(
         publisher.flush()
         return result
 
-    return work() if _waiting is None else _waiting.on_every_rank(f"step {step}", work)
+    return work() if _waiting is None else _waiting.on_every_rank("publish_gathered", work)

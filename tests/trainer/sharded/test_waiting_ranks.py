@@ -129,6 +129,25 @@ def test_publishers_of_one_process_wait_alike(all_wait: bool, nursery: Nursery, 
     assert not (tmp_path / "second").exists()
 
 
+def gather_amiss(rank: int, size: int, folder: str) -> None:
+    """Not exactly one rank leads; a rank that does not publish knows another step."""
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, Path(folder) / f"base{rank}")
+    for leads, found in ((True, "rank 0, 1"), (False, "no rank")):
+        with pytest.raises(UsageError, match=f"leads is true on {found}; give it on one rank"):
+            gathered_publisher(f"{folder}/run", base, leads=leads, all_wait=True)
+    publisher = gathered_publisher(f"{folder}/run", base, leads=rank == 0, all_wait=True)
+    for step in (1, 2):
+        publish_gathered(publisher, step * (rank == 0), model.named_parameters())
+    if publisher is not None:
+        publisher.close()
+
+
+def test_one_rank_leads_and_says_the_step(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, gather_amiss, folder=str(tmp_path))
+    assert [open_run(str(tmp_path / "run")).manifest(version).step for version in range(3)] == [0, 1, 2]
+
+
 def transfer_weights(rank: int, size: int, folder: str) -> list[str]:
     """The calls that TRL makes, on the first process alone, with the collective calls between them."""
     model = make_model("qwen3", **SIZES)
