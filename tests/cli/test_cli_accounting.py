@@ -477,6 +477,10 @@ def test_versions_counted_from_the_head(written: Written) -> None:
         with pytest.raises(UsageError, match="give a number, head~N, tag:NAME"):
             run.resolve(wrong)
         assert kind(2, "diff", wrong, "head", "--bucket", written.folder) == "usage"
+    assert run.resolve(np.int64(4)).version == 4  # type: ignore[arg-type]
+    for no_name in (3.0, b"3", [3]):
+        with pytest.raises(UsageError, match="is not a version; give a number"):
+            run.resolve(no_name)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="moves with the head"):
         follow(str(written.folder), written.folder.with_name("kept"), "head~1")
 

@@ -114,7 +114,7 @@ def follow(
         raise UsageError(f"version {version[:80]!r} moves with the head; follow the head, a tag or a number")
     arguments = (Path(folder), base, shard_bytes, keep, progress)
     place = _Folder(*arguments) if format == "checkpoint" else SlimeFolder(*arguments, whole=format == "slime-full")
-    once = once or isinstance(version, int)
+    once = once or not (version is None or isinstance(version, str))
     stopped = threading.Event() if stop is None else stop
 
     # A generator of its own, so that the arguments are checked at the call rather than at the first version.

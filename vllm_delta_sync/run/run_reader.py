@@ -3,6 +3,7 @@
 ``Prefetcher`` fetches small documents early and in parallel, and caches manifests during checks.
 """
 
+import operator
 import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -598,9 +599,14 @@ class RunReader:
             NotFoundError: there is no such version or tag. UsageError: ``version`` is none of these.
             ChainError: a tag names another manifest than the stored one. Otherwise as ``manifest``.
         """
-        name = None if version is None or isinstance(version, int) else match_name(version)
-        if isinstance(version, str) and name is None:
-            raise UsageError(f"version {version[:80]!r} is not a version; give a number, {NAMES}, or none for the head")
+        name = match_name(version) if isinstance(version, str) else None
+        number = None
+        with suppress(TypeError):  # integers of any kind, such as numpy's
+            number = None if version is None else operator.index(version)  # type: ignore[arg-type]
+        if name is None and number is None and version is not None:
+            raise UsageError(
+                f"version {str(version)[:80]!r} is not a version; give a number, {NAMES}, or none for the head"
+            )
         if name is not None and name["tag"] is not None:
             return self._tagged(name["tag"])
         head = self.head()
@@ -608,9 +614,7 @@ class RunReader:
             return self._of_step(int(name["step"]), head)
         if name is not None and name["ago"] is not None:
             return self._from_ago(name["ago"], head)
-        if isinstance(version, int):
-            number = version
-        else:
+        if number is None:
             number = head.version - int((name and name["before"]) or 0)
         if not 0 <= number <= head.version:
             raise NotFoundError(f"version {version} is not published; the newest is {head.version}")
