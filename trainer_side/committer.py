@@ -271,7 +271,7 @@ class Committer:
 
         def check() -> None:
             if failure is not None:
-                raise failure if isinstance(failure, Exception) else PublishError(f"unexpectedly: {failure!r}")
+                raise failure if isinstance(failure, Exception) else PublishError(f"failed unexpectedly: {failure!r}")
             pending.collect_from_devices()
             self._check_scrub_slice(pending, version)
 

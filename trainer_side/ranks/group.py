@@ -392,7 +392,7 @@ def error_document(error: BaseException) -> Json:
     """Return an error in the form that other ranks receive."""
     if isinstance(error, DeltaSyncError):
         return {"kind": error.kind, "message": error.message}
-    return {"kind": PublishError.kind, "message": f"unexpectedly: {error!r}"}
+    return {"kind": PublishError.kind, "message": f"failed unexpectedly: {error!r}"}
 
 
 def error_from_rank(document: Json, rank: int) -> DeltaSyncError:
