@@ -41,10 +41,11 @@ def new_run_tensors(
             names = target_names(live, checkpoint.specs, f"base {str(checkpoint.path)!r}", lambda: base_config(base))
         except TensorMismatchError as error:
             raise TensorMismatchError(
-                f"{error.message}; give base= the checkpoint that the model was loaded from. If the model has tensors "
-                "of its own that servers need, such as an untied output head or a resized embedding, leave base= out, "
-                "and start servers with --load-format delta_sync; those that servers do not need, such as a value "
-                "head, go into exclude="
+                f"{error.message}; give base= the checkpoint that the model was loaded from, and yield tensors under "
+                "its names and in its shapes, without padding. If the model has tensors of its own that servers need, "
+                "such as an untied output head or a resized embedding, leave base= out, and start servers with "
+                "--load-format delta_sync; leave out those that servers do not need, such as a value head (of a "
+                "module or gathered weights with exclude=)"
             ) from error
         specs = list(checkpoint.specs.values())
         remedy = f"give a base that has no such tensor in place of {str(checkpoint.path)!r}"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.trainer.sharded.models import assert_same_runs
@@ -302,6 +303,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ]
     for shards, message in wrong:
         assert message in refused(shards, url)
+    base = write_checkpoint(tmp_path / "base", {"w": weight})
+    padded = Part("w", (5, 6), (0, 0), torch.zeros(5, 6))
+    assert "yield tensors under its names and in its shapes, without padding" in refused(Shards(padded), url, base=base)
     assert "parts=" in refused(Shards(upper), url, exclude="x")
     assert not Path(url).exists()
     with pytest.raises(UsageError, match="neither model nor parts= is given"):
