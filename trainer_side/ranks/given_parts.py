@@ -5,7 +5,7 @@ A rank yields every ``Part`` that it holds. Ranks may hold different tensors (pi
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import index
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ from trainer_side.model.live_tensors import CheckpointTensor, NamedTensors, Sele
 from trainer_side.ranks.group import Json, ProcessGroup
 from trainer_side.ranks.shard_parts import RankParts, ShardPart, part_name
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of, dtype_name
 
 
 class Part(NamedTuple):
@@ -57,8 +58,8 @@ class GivenParts(RankParts):
         """Agree with the other ranks on the tensors, and on which of them publishes each part.
 
         Raises:
-            UsageError: a selection is given. ModelError: a part cannot be read or is no box of its tensor, or ranks
-                yield tensors of one name with other shapes or dtypes.
+            UsageError: a selection is given. ModelError: a part cannot be read or is no box of its tensor, a rank
+                yields it with several values, or ranks yield tensors of one name with other shapes or dtypes.
         """
         devices: dict[str, torch.device] = {}
         boxes: list[ShardPart] = []
@@ -67,15 +68,19 @@ class GivenParts(RankParts):
             if not selection.is_everything:
                 raise UsageError("include, exclude or rename is given with parts=: yield the parts to publish")
             rows = []
+            again: set[str] = set()
             for part, tensor in self._yielded():
                 name = part_name(part)
-                if name not in self._dtypes:
+                if name in self._dtypes:
+                    again.add(name)
+                else:
                     self._dtypes[name], devices[name] = tensor.dtype, tensor.device
                     boxes.append(part)
                     box = part.box
                     rows.append(
                         [part.name, dtype_name(tensor.dtype, name), *map(list, (box.whole, box.offsets, box.shape))]
                     )
+            self._check_copies(again)
             return rows
 
         agreed = group.reduce_on_rank0("parts", work, _shared_out)
@@ -113,6 +118,19 @@ class GivenParts(RankParts):
                 f"part {missing[0]!r} is no longer yielded, {len(missing)} are missing in all; yield the same boxes "
                 "each time, or make a new Publisher for the model in its present state"
             )
+
+    def _check_copies(self, names: Collection[str]) -> None:
+        """Raise ModelError if a part that this rank yields more than once has several values: only one is published."""
+        sums: dict[str, Fingerprint] = {}
+        for part, tensor in self._yielded() if names else ():
+            name = part_name(part)
+            if name in names:
+                found = fingerprint_tensor(name, bits_of(tensor.detach().cpu().contiguous()))
+                if sums.setdefault(name, found) != found:
+                    raise ModelError(
+                        f"part {name!r} is yielded more than once, with different values; give each tensor a name of "
+                        "its own, such as a layer's number in the whole model where a virtual pipeline counts per chunk"
+                    )
 
     def _yielded(self) -> Iterator[tuple[ShardPart, torch.Tensor]]:
         """Yield this rank's parts, each with its values."""

@@ -293,6 +293,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     wrong: list[tuple[Any, str]] = [
         (Shards(upper), "ranks hold 12 of the 24 elements of tensor 'w'"),
         (Shards(upper, Part("w", (4, 6), (1, 0), weight[1:])), "share elements of tensor 'w'"),
+        (Shards(upper, Part("w", (4, 6), (0, 0), weight[2:])), "part 'w[0:2,0:6]' is yielded more than once, with"),
         (Shards(Part("w", (4, 6), (3, 0), weight[:2])), "a part of tensor 'w'"),
         (Shards(Part("w", (4, 6), (0,), weight)), "a part of tensor 'w'"),
         (lambda: [Part("w", (4, 6), (0.0, 0), weight)], "has shape (4, 6) and offsets (0.0, 0); give integers"),  # type: ignore[arg-type]
