@@ -369,12 +369,13 @@ def of_making(rank: int, size: int, folder: str) -> None:
         refused(lambda: Publisher(model, bucket, **given), UsageError, message)  # noqa: B023 - called here
     whose = "" if rank == 1 else "rank 1: "
     refused(lambda: Publisher(model, bucket, every=1 - rank), UsageError, f"{whose}every is 0: ")
+    layers: dict[str, Any] = {}
     if rank == 0:
         odd = partial(Publisher, None, bucket, parts=list)  # no parts
         refused(odd, PublishError, "rank 1: failed unexpectedly: KeyError('layer')")
     else:
         with pytest.raises(KeyError, match="layer"):
-            Publisher(None, bucket, parts=lambda: iter({}["layer"]))
+            Publisher(None, bucket, parts=lambda: iter(layers["layer"]))
     if rank == 0:
         write_checkpoint(Path(folder), built("mixed").state_dict())
     distributed.barrier()
