@@ -121,6 +121,17 @@ def test_resumes_the_run_from_a_checkpoint(model: PreTrainedModel, url: str, tmp
     assert [manifest.step for manifest in open_run(f"{url}-begun").log()] == [2, 3, 4]
 
 
+def test_a_training_without_a_step_publishes_no_version(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+    callback = DeltaSyncCallback(bucket=url)
+    for _ in range(2):
+        trainer_of(model, tmp_path, [callback], max_steps=-1, num_train_epochs=0).train()
+        assert open_run(url).head().version == 0
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)  # between trainings
+    trainer_of(model, tmp_path, [callback], max_steps=-1, num_train_epochs=0).train()
+    assert open_run(url).head().version == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_what_training_puts_back_is_published_last(

@@ -168,10 +168,10 @@ class DeltaSyncCallback(TrainerCallback):
             more |= {} if folder is None else {"files": folder}
             self._training.open(partial(Publisher, model), state.is_world_process_zero, **more)
 
-    def _publish(self, step: int) -> None:
+    def _publish(self, step: int, skip_unchanged: bool = False) -> None:
         if self.publisher is not None:
             self._last_step = step
-            self._training.reports.published(self.publisher.publish(step))
+            self._training.reports.published(self.publisher.publish(step, skip_unchanged=skip_unchanged))
 
     def _settle(self, step: int) -> None:
         """Leave the run at the current weights, and wait until they are durable; the other processes wait too."""
@@ -180,7 +180,8 @@ class DeltaSyncCallback(TrainerCallback):
     def _finish(self, step: int) -> None:
         if self._last_step != step:
             try:
-                self._publish(step)
+                # As of a training that had ended, and is started again. Ranks that publish together cannot tell.
+                self._publish(step, skip_unchanged=self._training.waits)
             except PublishError as error:
                 logger.debug("tried again next: %s", error)
         self._training.finish()
