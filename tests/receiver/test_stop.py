@@ -369,8 +369,9 @@ def test_a_loop_that_its_owner_blocks_in_a_commit_ends_no_engine(
     site: Site, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training that runs in the loop may begin between a pause and its commit, and take longer than that may."""
-    monkeypatch.setattr(ports, "ANSWER_SECONDS", 0.5)
-    blocks, ask = [lambda: time.sleep(2.5)], ServerEnginePort._ask_paused
+    # The engine may need seconds on a machine that is busy; the block is longer than it and its pause may take.
+    monkeypatch.setattr(ports, "ANSWER_SECONDS", 3.0)
+    blocks, ask = [lambda: time.sleep(5.0)], ServerEnginePort._ask_paused
 
     def asked(port: ServerEnginePort, request: RankRequest[Any]) -> Any:
         if moment == "not asked" and blocks:
