@@ -33,8 +33,8 @@ _STEP = re.compile(
     r"(?:[-_](?:hf|merged))?",
     re.IGNORECASE,
 )
-_UNFINISHED = re.compile(r"\.|tmp[-_]")
-"""Beginnings of names that trainers use until a checkpoint is complete."""
+_UNFINISHED = re.compile(r"\.|tmp")
+"""Beginnings of names that trainers, and Python's ``tempfile``, use until a checkpoint is complete."""
 _OTHER_MODEL = re.compile(r"_?(critic|reward|ref|reference|value)([-_](model|hf|huggingface))?", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim(izer)?(_states?)?", re.IGNORECASE)
 _UNREADABLE = re.compile(

@@ -138,6 +138,7 @@ def test_what_cannot_be_published_is_named_with_its_reason(files: str, name: str
 def test_folders_without_weights_are_no_checkpoints(tmp_path: Path) -> None:
     touch(tmp_path, "runs/events.out", "wandb/run/config.json", "training_args.bin", "optimizer/step_5/x.distcp")
     touch(tmp_path, "tmp_step_4/policy/model.safetensors", ".cache/step_4/model.safetensors")
+    touch(tmp_path, "tmp/step_4/model.safetensors", "tmpa1b2c3/model.safetensors")
     assert find_checkpoints(tmp_path) == []
 
 
