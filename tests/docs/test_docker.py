@@ -165,6 +165,15 @@ def test_images_of_compose_are_built_somewhere() -> None:
             assert service.image in built or re.fullmatch(r"docker\.io/.+:v?[0-9.]+", service.image), service.name
 
 
+def test_services_that_a_page_starts_by_name_include_the_trainer() -> None:
+    """Servers wait for a run, and depend on no trainer."""
+    texts = [path.read_text() for path in TEXTS]
+    started = [names.split() for text in texts for names in re.findall(r"up --build((?: [\w-]+)+)", text)]
+    assert started
+    for found in started:
+        assert {"trainer"} < set(found) <= services(FOLDER / "compose.yaml", {}).keys()
+
+
 def test_store_is_published_to_nobody() -> None:
     found = services(FOLDER / "compose.yaml", {}).values()
     assert all(port.startswith("127.0.0.1:") for service in found for port in service.ports)
