@@ -191,6 +191,7 @@ CASES = [
     Case("DeltaSyncHeldForLong", 360, [HELD], {"state": "held"}),
     Case("DeltaSyncHeldForLong", 300, [HELD]),
     Case("DeltaSyncNotPolling", 12, [("delta_sync_look_timestamp_seconds", "0x20"), FREE], {}, "12m 0s"),
+    Case("DeltaSyncNotPolling", 9, [("delta_sync_look_timestamp_seconds", "0x20"), FREE]),
     Case("DeltaSyncNotPolling", 20, [("delta_sync_look_timestamp_seconds", "0+60x20"), FREE]),
     Case("DeltaSyncNotPolling", 20, [("delta_sync_look_timestamp_seconds", "0x20"), HELD]),
     Case("DeltaSyncHeadExpired", 10, [failures("expired", "0x4 1+30x9")], {"kind": "expired"}),
