@@ -74,9 +74,9 @@ class DeltaWeightTransfer:
             base: checkpoint that training and servers start from, a directory or ``org/name@revision``. Version 0 is a
                 reference to it, and parameters that TRL leaves out (frozen ones) keep its values. Left out with
                 ``adapter``.
-            wait_served: maximum seconds that ``resume`` waits until all live servers, and at least ``replicas``, serve
-                the version that was sent or, if it is quarantined, the newest one that is not; they need a
-                ``receiver_id``. If None, it does not wait.
+            wait_served: maximum seconds that ``resume`` waits until the version that was sent is durable, and again
+                until all live servers, and at least ``replicas``, serve it or, if it is quarantined, the newest one
+                that is not; they need a ``receiver_id``. If None, it does not wait.
             adapter: publish the LoRA adapter alone, as a run of its own, and not the weights with it merged: that of
                 this name, or with True the one named ``default``. Each sync publishes its values at that moment; TRL
                 merges nothing meanwhile. Not for an adapter that is sharded over processes.
