@@ -42,17 +42,16 @@ KEEP_LAST = 100
     failed="a version that should be kept cannot be rebuilt",
 )
 def gc(options: argparse.Namespace) -> Report:
-    """Remove objects, anchors and merged deltas that no kept version needs. Kept versions are: the head; the last N
-    versions with all their deltas; every K-th version; tagged versions; versions that another run branches from;
-    versions published within --keep-for; versions that a live receiver serves, targets or pins, with its path to the
-    head. Each kept version can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats
-    that expired a day ago or more are removed too. Without any --keep-…
-    option, --yes or --dry-run is required. If nothing can be removed, the output says why. Safe beside publishers and
-    receivers, and to interrupt with Ctrl-C: the next collection continues. Only one collection runs at a time; a
-    killed one delays the next by at most ten minutes.
+    """Remove objects, anchors and merged deltas that no kept version needs. Kept versions are: the head, the newest
+    that is not quarantined, and the newest exact one; the last N versions with all their deltas; every K-th
+    version; tagged versions; versions that another run branches from, or that the publisher rebased to; versions
+    published within --keep-for; versions that a live receiver serves, targets or pins, with its path to the head.
+    Each kept version can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats that
+    expired a day ago or more are removed too. Without any --keep-… option, --yes or --dry-run is required. If nothing
+    can be removed, the output says why. Safe beside publishers and receivers, and to interrupt: the next one
+    continues. Only one collection runs at a time; a killed one delays the next by at most ten minutes.
 
-    --min-age must be longer than an upload, a compaction, and a read by a process without a heartbeat. TIME is
-    written as 90s, 15m, 2h or 7d.
+    --min-age must exceed an upload, a compaction, and a read without a heartbeat.
 
     examples:
       delta-sync gc --bucket /data/runs/a --dry-run

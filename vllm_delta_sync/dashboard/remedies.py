@@ -26,7 +26,8 @@ REMEDIES = {
     "held_blocks": "Requests wait for a KV connector or for input. If this stays, set prefix_cache to salt.",
     "incomplete": "The command printed what is left; correct that, and run it again.",
     "late": "See the lag and the last error of the server; then wait, or ask another server.",
-    "limit": "The message names the limit. Raise it if the data are yours; otherwise find out who wrote them.",
+    "limit": "No setting raises a limit of the format. Do what the message says; if the data are not yours, find out "
+    "who wrote them.",
     "memory": "Free memory on the server, or lower the setting undo_bytes.",
     "model": "Start vLLM from the checkpoint that the run was published from.",
     "not_found": "Start the publisher, correct the URL, or restore what is missing.",
