@@ -50,7 +50,7 @@ class InitInfo(BaseModel):
 
 
 class UpdateInfo(BaseModel):
-    """``update_info``: the version (None: what ``target`` names), and how long to wait until it is published and served."""
+    """``update_info``: the version (None: what ``target`` names), and the seconds to wait until it is served."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     version: Annotated[int | None, Field(ge=0, le=MAX_VERSION)] = None
