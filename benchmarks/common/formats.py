@@ -1,4 +1,4 @@
-"""What a delta can be written as: ours, through the public functions of ``wire``, and what everybody has at hand.
+"""What a delta can be written as: ours, through the public functions of ``codec``, and what everybody has at hand.
 
 A format turns two versions of a model into bytes, comparison included, and back into what changed. Formats of other
 projects are in ``peer_formats``.

@@ -73,7 +73,7 @@ class ModuleForm:
             selection: leaves tensors out, and renames them; by default nothing. With ``rename``, tensors of
                 transformers models inside the module are converted too.
             described: the module only describes the model, and its tensors may be on the meta device.
-            merges_adapters: the caller merges LoRA adapters (``lora_layers``); otherwise they are refused.
+            merges_adapters: the caller merges LoRA adapters (``LoraLayers``); otherwise they are refused.
         """
         self._model = unwrap(model)
         self._selection = selection or Selection()

@@ -1,4 +1,4 @@
-"""``compress``, ``decompress`` and ``Plane``: byte planes as zstd frames that declare their size, or uncompressed."""
+"""``compress`` and ``decompress``: bytes as zstd frames that declare their size, or uncompressed."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal

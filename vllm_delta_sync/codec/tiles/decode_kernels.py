@@ -332,8 +332,8 @@ def _place(targets, zigzags, marks, earlier, in_row, lefts, origin, stride, posi
     An element's place is the number of marks before its own, so that nothing is sorted.
 
     Args:
-        targets, zigzags: (n,) elements, in any order: see ``_mark``. marks: of the band. earlier: scratch memory for
-            as many numbers. in_row: words of a row. lefts: (in_row,) column of the first element of each word.
+        targets, zigzags: (n,) elements, in any order: see ``read_stream``. marks: of the band. earlier: scratch memory
+            for as many numbers. in_row: words of a row. lefts: (in_row,) column of the first element of each word.
         origin: flat index of the band's first element. stride: of a row.
         positions, distances: output, room for n elements.
     """

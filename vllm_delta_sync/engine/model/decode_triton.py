@@ -125,7 +125,7 @@ def mask_kernel(
     fields, count: tl.int32, parts, limits, masks, before, members, MAGNITUDE: tl.constexpr, ELEMENT: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile's class masks; see ``Scratch``. Words of the tile: 32 elements of one row each, row by row.
+    """Compute a tile's class masks; see ``DecodeArrays``. Words of the tile: 32 elements of one row each, row by row.
 
     A class's words lie together, and the tile's classes one after the other.
     """
