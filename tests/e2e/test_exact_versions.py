@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from tests.e2e.exacting import ASKED, CHAT, EXACT, INTERRUPTED, LONG, TOKENS, Answer, Mover, client_of, race, shortened
@@ -66,6 +68,39 @@ def test_every_route_waits_for_its_version_and_names_it(follower: Follower) -> N
             assert (path, answer.status_code, answer.headers[EXACT]) == (path, 200, str(version + 1)), answer.text
     assert admissions(server)["served"] >= counted["served"] + len(routes)
     assert counted["version"] >= len(routes)
+
+
+def test_clients_of_openai_and_anthropic_read_spans_and_do_not_repeat_a_request_in_vain(follower: Follower) -> None:
+    server, version = follower.server, follower.world.version
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "the quick", "max_tokens": 8}
+    this, other = {MINIMUM: str(version), EXACT: str(version)}, {EXACT: str(version + 1)}
+    sent: list[object] = []
+    hooks = {"request": [sent.append]}
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", http_client=openai.DefaultHttpxClient(event_hooks=hooks)
+    ) as client:
+        whole = client.completions.with_raw_response.create(**asked, extra_headers=this)
+        *_, last = client.completions.create(**asked, extra_headers=this, stream=True)
+        usage = whole.parse().usage
+        assert usage is not None
+        spans = [{"index": 0, "version": version, "start": 0, "end": usage.completion_tokens}]
+        assert whole.headers[EXACT] == str(version)
+        assert all(each.model_dump()["delta_sync"]["spans"] == spans for each in (whole.parse(), last))
+        sent.clear()
+        with pytest.raises(openai.ConflictError, match=f"and {version} is served") as refused:
+            client.completions.create(**asked, extra_headers=other)
+        assert (refused.value.response.json()["error"]["kind"], len(sent)) == ("version", 1)
+    sent.clear()
+    with (
+        anthropic.Anthropic(
+            base_url=server.url, api_key="none", http_client=anthropic.DefaultHttpxClient(event_hooks=hooks)
+        ) as messages,
+        pytest.raises(anthropic.ConflictError, match=f"and {version} is served"),
+    ):
+        messages.messages.create(
+            model="tiny", messages=[{"role": "user", "content": "fox"}], max_tokens=8, extra_headers=other
+        )
+    assert len(sent) == 1
 
 
 def admissions(server: Server) -> dict[str, float]:

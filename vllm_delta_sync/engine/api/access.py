@@ -125,6 +125,9 @@ def answer_error(error: DeltaSyncError) -> JsonAnswer:
         headers["www-authenticate"] = "Bearer"
     elif code == 503:
         headers["retry-after"] = "1"
+    elif code == 409:
+        # The clients of OpenAI and Anthropic send such a request twice more, with the same result.
+        headers["x-should-retry"] = "false"
     elif code in (408, 413):
         # The rest of the body is not read.
         headers["connection"] = "close"
