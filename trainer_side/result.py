@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from trainer_side.background_thread import BackgroundJob
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, PublishTimeoutError, UsageError
@@ -42,6 +42,11 @@ class PublishProgress(BackgroundJob):
         self.quarantined: tuple[str, ...] = ()
         self.held_back: HeldBack | None = None
         self.error_raised = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of a result that a worker returns to another process, such as an actor of Ray: a copy has nothing to wait for.
+        self.join()
+        return {**vars(self), "_gate": None, "error": self.failure, "sidecars": {}}
 
     @classmethod
     def skipped(cls, seconds: float) -> Self:
@@ -112,7 +117,7 @@ class Seconds(Mapping[str, float]):
 
 
 class PublishResult:
-    """Outcome of one ``publish``.
+    """Outcome of one ``publish``. To pickle it waits until the version is durable or has failed.
 
     Attributes:
         version: number of the new version; None if the call was skipped.

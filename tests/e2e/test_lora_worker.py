@@ -14,7 +14,7 @@ from tests.e2e.warm import see
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
 
 FAMILIES = ["qwen3_moe", pytest.param("llama", marks=pytest.mark.slow)]
-ASLEEP = "busy: the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)"
+ASLEEP = "busy: the engine is asleep and its weights are not in memory; wake it up (POST /wake_up, or LLM.wake_up())"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

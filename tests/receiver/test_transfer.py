@@ -24,7 +24,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.names import TRANSFER_BACKEND
-from vllm_delta_sync.errors import EngineError, NotFoundError
+from vllm_delta_sync.errors import BusyError, EngineError, NotFoundError
 from vllm_delta_sync.settings import Settings
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_finished_before_a_version_is_served(site: Site) -> None:
     controller: Any = SimpleNamespace(receiver=Receiver(site.port, Settings(bucket=site.world.url)))
     client = WeightTransferCalls(controller, site.world.url)
     (refused, begun) = run(client.finish_weight_update, client.start_weight_update)
-    assert (type(refused), "no version is served yet" in str(refused), begun) == (EngineError, True, None)
+    assert (type(refused), "no version is served yet" in str(refused), begun) == (BusyError, True, None)
 
 
 def test_worker_refuses_what_nobody_forwarded() -> None:

@@ -1,6 +1,7 @@
 """What a Publisher writes, read back through ``open_run`` and held against the trainer's own weights."""
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -97,7 +98,11 @@ def test_results_say_what_became_of_a_version(url: str) -> None:
         assert (manifest.version, manifest.step, manifest.objects) == (1, 4, [])
         assert manifest.fingerprint == open_run(url).manifest(0).fingerprint
         train(model, adamw(model))
-        result = publisher.publish(step=1)
+        result = publisher.publish(step=1, sidecars={"state": b"large"})
+        # As an actor of Ray returns it: under way still, or done.
+        copies = [pickle.loads(pickle.dumps(result)) for _ in range(2)]  # noqa: S301 (its own bytes)
+        assert [each.metrics() for each in copies] == [result.metrics()] * 2
+        copies[0].wait()
         assert result.payload_bytes > 0
         manifest = open_run(url).head()
         assert result.payload_bytes == manifest.payload_bytes

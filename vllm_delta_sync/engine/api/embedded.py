@@ -101,7 +101,7 @@ class OfflineSync:
         """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
 
         Raises:
-            EngineError: no version is served yet.
+            BusyError: no version is served yet.
         """
         return self._current.verify()
 
@@ -261,7 +261,7 @@ class AsyncSync:
         """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
 
         Raises:
-            EngineError: no version is served yet.
+            BusyError: no version is served yet.
         """
         return await self._ask("verify")
 

@@ -20,7 +20,7 @@ from vllm_delta_sync.engine.api.api_servers import Serving
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 from vllm_delta_sync.engine.observe.states import Answer
-from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, UsageError, WeightsLostError
+from vllm_delta_sync.errors import BusyError, DeltaSyncError, NotFoundError, UsageError, WeightsLostError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.logs import public_url
 
@@ -119,11 +119,11 @@ class WeightTransferCalls:
         """Check a caller's label: it must be the version served, because spans are derived from labels.
 
         Raises:
-            EngineError: no version is served. TransferError: the label names another version.
+            BusyError: no version is served. TransferError: the label names another version.
         """
         served = self._status()["served"]
         if served is None:
-            raise EngineError("no version is served yet; see /delta_sync/status")
+            raise BusyError("no version is served yet; see /delta_sync/status")
         # Following may have served a newer version since the update.
         if weight_version is not None and weight_version not in (str(served["version"]), str(self._reached)):
             raise TransferError(

@@ -24,7 +24,6 @@ from vllm_delta_sync.errors import (
     ChainError,
     DataError,
     DeltaSyncError,
-    EngineError,
     FingerprintError,
     NotFoundError,
     UsageError,
@@ -234,7 +233,7 @@ class Receiver:
         self._require_usable()
         served = self.board.served
         if served is None:
-            raise EngineError("no version is served yet; there is nothing to roll back from")
+            raise BusyError("no version is served yet; there is nothing to roll back from")
         if version in self.board.undo and version < served.version:
             with self._reporting_errors():
                 # If it rebuilds the weights, the undo log is empty.
@@ -312,7 +311,7 @@ class Receiver:
         self._require_usable()
         served = self.board.served
         if served is None:
-            raise EngineError("no version is served yet; there is nothing to verify against")
+            raise BusyError("no version is served yet; there is nothing to verify against")
         outcome = self._updater.verify(served)
         if not outcome["verdict"]:
             error = mismatch_error(served, outcome["mismatched"])

@@ -27,7 +27,7 @@ from vllm_delta_sync.engine.model.accelerator import Accelerator
 from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
 
-ASLEEP = "the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)"
+ASLEEP = "the engine is asleep and its weights are not in memory; wake it up (POST /wake_up, or LLM.wake_up())"
 
 
 class WriteListener(Protocol):
