@@ -9,7 +9,7 @@ TRUST = "Find out who wrote it. If the key is a new one of yours, add its public
 REMEDIES = {
     "access": "Renew the credentials, or give them the right that the message names.",
     "base": "Give the checkpoint that the run started from: base=, --base, or the server's model folder.",
-    "busy": "Try again; another action is in progress.",
+    "busy": "Try again; another action is in progress, or nothing is served yet.",
     "chain": "Compare the run with the server's base checkpoint, or find the damage: delta-sync verify --bucket URL.",
     "conflict": "Another publisher or command writes this run. End one of them.",
     "deadline": WAIT_FOR_STORE,
