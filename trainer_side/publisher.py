@@ -274,7 +274,7 @@ class Publisher:
         with self._open(timeout) as (session, deadline):
             session.wait_durable(deadline)
 
-    def finish(self, timeout: float | None = CLOSE_SECONDS) -> None:
+    def finish(self, timeout: float | Deadline | None = CLOSE_SECONDS) -> None:
         """Leave the run at the weights of the last ``publish``, as ``close`` does, and stay open.
 
         Raises:
@@ -386,7 +386,7 @@ class Publisher:
         with self._open():
             return read_file(self._committer.run, name)
 
-    def close(self, timeout: float = CLOSE_SECONDS, *, finish: bool | None = None) -> None:
+    def close(self, timeout: float | Deadline = CLOSE_SECONDS, *, finish: bool | None = None) -> None:
         """Leave the run at the weights of the last ``publish``, and release everything. May be called twice.
 
         If the last call was skipped or its version failed, or a ``budget`` held back part of it, the weights that the
@@ -413,7 +413,7 @@ class Publisher:
         with self._exclusive(NEVER):
             if self._closed:
                 return
-            deadline = Deadline(timeout)  # an error of it closes nothing
+            deadline = Deadline.of(timeout)  # an error of it closes nothing
             self._closed = True
             self._unclosed.detach()
             with self._resources as last:
@@ -448,13 +448,13 @@ class Publisher:
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
     @contextmanager
-    def _open(self, timeout: float | None = None) -> Iterator[tuple[PublishSession, Deadline]]:
+    def _open(self, timeout: float | Deadline | None = None) -> Iterator[tuple[PublishSession, Deadline]]:
         """Take the lock for one call, whose deadline begins now.
 
         Raises:
             UsageError: the publisher is closed. PublishTimeoutError: a call of another thread has not ended in time.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline.of(timeout)
         with self._exclusive(deadline):
             if self._closed:
                 raise UsageError("the publisher is closed; make a new one, which continues the run")

@@ -295,6 +295,11 @@ class Deadline:
         self._seconds = None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
         self._end = math.inf if self._seconds is None else time.monotonic() + self._seconds
 
+    @classmethod
+    def of(cls, timeout: "float | Deadline | None") -> "Deadline":
+        """Return the deadline that is given, or the one after so many seconds."""
+        return timeout if isinstance(timeout, Deadline) else cls(timeout)
+
     @property
     def left(self) -> float:
         """Seconds until then, at least 0; infinity without end."""

@@ -291,12 +291,13 @@ class PublishSession:
     def _not_published(self, problem: DeltaSyncError | None, failed: list[int], deadline: Deadline) -> DeltaSyncError:
         """Return the error of a close that could not publish the last weights."""
         last = None if self._last is None or self._last.is_published(self._committer.newest) else self._last
+        error_before = self.record.status().error  # which an earlier call may have raised
         if problem is not None:
             reason = problem.message
         elif failed:
             reason = f"rank {listed(failed, 8)} could not publish, and raises its error"
         elif self._busy or deadline.passed:
-            reason = f"the store has not answered within {deadline}"
+            reason = error_before or f"the store has not answered within {deadline}"
         else:
             reason = "the store has not answered" if last is None else last.failure
         if last is not None:
@@ -384,9 +385,9 @@ class PublishSession:
         return job
 
     def _wait_idle(self, deadline: Deadline) -> None:
-        """Wait until nothing is under way, at most until the deadline."""
-        if self._under_way is not None:
-            self._under_way.join(deadline.left)
+        """Wait until nothing is under way, at most until the deadline, which may come nearer meanwhile."""
+        while self._under_way is not None and not self._under_way.join(min(deadline.left, 1.0)) and not deadline.passed:
+            pass
 
     def _check_source(self, weights: Weights | None) -> None:
         """Raise UsageError unless the weights come from where this publisher can take them."""

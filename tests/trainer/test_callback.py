@@ -2,9 +2,12 @@
 
 import copy
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -190,6 +193,26 @@ def test_a_failure_is_logged_and_made_up_for(
     assert "training continues" in said[0]
     assert "the store is away" in said[0]
     assert said[1] == "version 2 is published: publishing works again"
+
+
+def test_sigterm_ends_a_wait_at_the_end_of_training_too(
+    model: PreTrainedModel, bucket: Hooked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it, the end would wait for the store for ``close_seconds``."""
+    callback = DeltaSyncCallback(bucket=bucket, close_seconds=3600, grace_seconds=0.1)
+    seen, away = Settled(callback, wait=False), Down("")
+
+    def stop() -> None:
+        eventually(lambda: away.tries > 2, 60)  # by then training has made its last step
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def go_away() -> None:
+        bucket.before = away
+        threading.Thread(target=stop).start()
+
+    seen.at = {2: go_away}
+    trainer_of(model, tmp_path, [callback, seen], max_steps=2).train()
+    assert re.search("ended at step 2, and its last weights are not published: .* the store is away", caplog.text)
 
 
 @pytest.mark.parametrize("stop", [True, False])

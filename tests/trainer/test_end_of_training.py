@@ -228,8 +228,8 @@ def test_limit_may_be_none(limit: float, bucket: Hooked, trainer: Trainer) -> No
     publisher.publish(1, wait=True, timeout=limit).wait(limit)
     publisher.flush(limit)
     training = TrainingPublisher(bucket, {}, True, close_seconds=limit, grace_seconds=25)
-    assert training.seconds_left == math.inf
-    publisher.close(training.seconds_left)
+    assert training.deadline.left == math.inf
+    publisher.close(training.deadline)
     assert steps_of(bucket) == [0, 1]
 
 

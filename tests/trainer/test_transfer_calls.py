@@ -177,7 +177,7 @@ def test_resume_waits_until_the_version_is_served(url: str, base: Path, weights:
 
 
 def test_resume_says_who_is_late(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
-    strict, lenient = (DeltaWeightTransfer(url, base, wait_served=0.2, stop_on_error=stop) for stop in (True, False))
+    strict, lenient = (DeltaWeightTransfer(url, base, wait_served=1.0, stop_on_error=stop) for stop in (True, False))
     strict.init_weight_transfer()
     strict.resume()
     write_heartbeat(Run(open_bucket(url)), "slow", 0, seconds=600)

@@ -204,6 +204,18 @@ class StopSignal:
         leave(group)
 
 
+class TrainingEnd(Deadline):
+    """When the end of a training must be done: some seconds after it began, or earlier once SIGTERM has come."""
+
+    def __init__(self, seconds: float, stop: StopSignal | None) -> None:
+        super().__init__(seconds)
+        self._stop = stop
+
+    @property
+    def left(self) -> float:
+        return super().left if self._stop is None else min(super().left, self._stop.left)
+
+
 class TrainingPublisher:
     """Publishes one training after another. Every process of a training has one, and calls it at the same points.
 
@@ -253,10 +265,10 @@ class TrainingPublisher:
         return self._waiting is not None and self._waiting.is_rank0
 
     @property
-    def seconds_left(self) -> float:
-        """How long the end of the training may still take; it begins with the first use."""
-        self._end = self._end or Deadline(self._close_seconds)
-        return min(self._end.left, math.inf if self._stop is None else self._stop.left)
+    def deadline(self) -> Deadline:
+        """When the end of the training must be done; its time begins with the first use."""
+        self._end = self._end or TrainingEnd(self._close_seconds, self._stop)
+        return self._end
 
     def begin(self, one_publishes: bool) -> None:
         """Let SIGTERM end the training; if one process publishes for all, let the others wait in ``on_rank0``."""
@@ -304,7 +316,7 @@ class TrainingPublisher:
     def finish(self) -> None:
         """Leave the run at the last weights, wait until they are durable, and report them."""
         if self.publisher is not None:
-            self.publisher.finish(self.seconds_left)
+            self.publisher.finish(self.deadline)
             self.reports.report()
 
     def is_stopped(self, step: int) -> bool:
@@ -320,7 +332,7 @@ class TrainingPublisher:
         if publisher is None:
             return
         try:
-            publisher.close(self.seconds_left, finish=finish)
+            publisher.close(self.deadline, finish=finish)
         finally:
             self.reports.report()
 
