@@ -3,8 +3,6 @@
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,15 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.running import small_disk
+from tests.support.running import run_python, small_disk
 from tests.support.samples import ref_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.cache import ObjectCache, folder
 from vllm_delta_sync.errors import NotFoundError, StoreError
 from vllm_delta_sync.settings import load_settings
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 60.0
 MANY = 1 << 40
 
 
@@ -275,11 +271,7 @@ print([each.got_from(cache) for each in (new, kept, new)], names(folder) == {kep
 def script(code: str, folder: Path, *, on_tmpfs: bool) -> tuple[list[str], list[str]]:
     """Lines of stdout and of stderr, which has the warnings."""
     prefix = small_disk(folder, "1m") if on_tmpfs else []
-    if on_tmpfs and not prefix:
-        pytest.skip("no small file system can be mounted here")
-    command = [*prefix, sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, str(folder), prefix=prefix)
     return done.stdout.splitlines(), done.stderr.splitlines()
 
 

@@ -5,8 +5,6 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,11 +81,7 @@ def run_python(code: str, folder: Path) -> str:
     """Run a block as a user would, in a directory of its own."""
     script = folder / "block.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=folder, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return running.run_python(script.name, folder=folder, seconds=900).stdout
 
 
 def trainer_of_the_readme(shared: Path) -> str:

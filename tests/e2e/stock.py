@@ -6,7 +6,6 @@ where numba is imported already; our own code imports it, and works around that.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,10 @@ def main(out: Path, folders: list[str]) -> None:
 
 def said_by_stock(root: Path, *folders: Path) -> list[list[list[int]]]:
     """What this program writes of folders, in their order."""
+    from tests.support.running import run_python
+
     out = root / "stock.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.stock", str(out), *map(str, folders)],
-        env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python("-m", "tests.e2e.stock", str(out), *map(str, folders), environment={**ENVIRONMENT, "VLLM_PLUGINS": ""})
     said = json.loads(out.read_text())
     return [said[str(folder)] for folder in folders]
 

@@ -128,8 +128,6 @@ def test_cache_disk_is_full(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     prefix = tuple(small_disk(cache, "4k"))
-    if not prefix:
-        pytest.skip("no file system can be mounted here; tests/bucket/test_cache.py fills a disk by other means")
     world = World(tmp_path)
     flags = chain.from_iterable(FLAGS.items())
     with world.serve(*flags, "--cache-dir", str(cache), prefix=prefix, environment=ranks_bound(2)) as server:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -26,12 +26,21 @@ _HEAR_SECONDS = 300
 
 
 def run_python(
-    *arguments: str, environment: dict[str, str] | None = None, code: int = 0, seconds: float = 600
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    code: int = 0,
+    seconds: float = 600,
+    folder: Path = ROOT,
+    prefix: Sequence[str] = (),
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program in the root of the repository, with further variables; it ends with that code in time."""
+    """Run a program in a folder, with further variables; it ends with that code in time.
+
+    Args:
+        prefix: words of the command before the interpreter, such as ``small_disk`` gives.
+    """
     done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
+        [*prefix, sys.executable, *arguments],
+        cwd=folder,
         env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
@@ -56,12 +65,21 @@ def mentioning(path: Path) -> set[int]:
 
 
 def small_disk(folder: Path, size: str) -> list[str]:
-    """The beginning of a command for which a folder is a file system of that size; empty where none can be mounted."""
+    """The beginning of a command for which a folder is a file system of that size."""
     mount = f'mount -t tmpfs -o size={size},mode=700 tmpfs "$0" && exec "$@"'
-    prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
-    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
-        return []
-    return prefix
+    return _working("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder))
+
+
+def without_rights_of_root() -> list[str]:
+    """The beginning of a command for which the modes of files count, as they do for any user but root."""
+    return [] if os.geteuid() else _working("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+
+
+def _working(*prefix: str) -> list[str]:
+    """The beginning of a command; skips the test where that does not work."""
+    if shutil.which(prefix[0]) is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip(f"{prefix[0]} does not work here")
+    return list(prefix)
 
 
 def context_of_processes(module: str) -> ForkServerContext:

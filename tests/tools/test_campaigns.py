@@ -1,15 +1,14 @@
 """A random campaign finds what is wrong, says how to repeat it, and leaves nothing behind when it is interrupted."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.running import ROOT, run_python
+
 WRONG = """
 from hypothesis import given, strategies as st
 
@@ -24,7 +23,7 @@ def test_right(number):
 def test_another():
     assert False, "not drawn by Hypothesis"
 """
-FUZZ = [sys.executable, "-m", "tests.tools.fuzz", "--only", "properties", "--workers", "1", "--tests"]
+FUZZ = ["-m", "tests.tools.fuzz", "--only", "properties", "--workers", "1", "--tests"]
 
 
 @pytest.fixture
@@ -45,11 +44,7 @@ def test_a_failure_is_printed_with_its_seed_and_repeats_exactly(folder: Path, tm
     (folder / "test_some.py").write_text(WRONG)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    done = subprocess.run(
-        [*FUZZ, str(folder), "--rounds", "1", "--seed", "77"],
-        cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = run_python(*FUZZ, str(folder), "--rounds", "1", "--seed", "77", environment={"TMPDIR": str(scratch)}, code=1)
     assert "properties: seed 77: 1 failed, 1 passed, 1 deselected" in done.stdout
     assert "1 failure\n" in done.stdout
     assert list(scratch.iterdir()) == []

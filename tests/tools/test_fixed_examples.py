@@ -1,9 +1,6 @@
 """What a test draws depends on the test and the seed alone, so a change is judged by the same examples everywhere."""
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.support.running import ROOT, run_python
 
 DRAW = """
 import importlib, sys
@@ -45,11 +44,8 @@ def test_modules_that_happen_to_be_loaded_change_no_example(tmp_path: Path) -> N
         (tmp_path / f"{name}.py").write_text(CONSTANTS.replace("constant", name))
 
     def drawn(hash_seed: int, *imported: str) -> list[str]:
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "PYTHONHASHSEED": str(hash_seed)}
-        command = [sys.executable, "-c", DRAW, *imported]
-        return subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout.splitlines()
+        environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONHASHSEED": str(hash_seed)}
+        return run_python("-c", DRAW, *imported, environment=environment).stdout.splitlines()
 
     few = drawn(1, "os")
     assert len(few) == 120

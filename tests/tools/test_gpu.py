@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import eventually
+from tests.support.running import ROOT, eventually, run_python
 
-ROOT = Path(__file__).parents[2]
 LEFT_OUT = {
     "allocations in the pause",
     "staging without device memory",
@@ -23,23 +22,13 @@ SLEEP = "sleep in the middle of a scan"
 CHECKS = 17
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "tests.tools.gpu", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.slow
 def test_checks_of_modules_pass_on_a_simulated_device(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    done = run("--device", "cpu", "--quick", "--write", str(page))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "tests.tools.gpu", "--device", "cpu", "--quick", "--write", str(page), environment=HIDDEN)
     rows = dict(re.findall(r"^\| ([^|]+) \| (passed|FAILED|left out) \|", done.stdout, re.MULTILINE))
     assert len(rows) == CHECKS
     assert {name for name, outcome in rows.items() if outcome != "passed"} - {SLEEP} == LEFT_OUT
@@ -49,8 +38,8 @@ def test_checks_of_modules_pass_on_a_simulated_device(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_what_it_needs() -> None:
     page = ROOT / "docs" / "gpu.md"
     before = page.read_text()
-    done = run()
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run_python("-m", "tests.tools.gpu", environment=HIDDEN, code=2)
+    assert not done.stdout
     assert re.fullmatch(r"test-gpu needs an NVIDIA GPU, .*: torch \S+ finds no GPU\n", done.stderr)
     assert page.read_text() == before
 
@@ -58,8 +47,8 @@ def test_without_a_gpu_it_says_what_it_needs() -> None:
 def test_what_was_checked_is_on_the_page_if_the_program_is_ended(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     command = [sys.executable, "-m", "tests.tools.gpu", "--device", "cpu", "--write", str(page)]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as process:
-        eventually(page.exists, "a check")
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **HIDDEN}) as process:
+        eventually(page.exists)
         process.send_signal(signal.SIGTERM)
         # By an exit and not by the signal, so that servers are ended too.
         assert process.wait(60) == 128 + signal.SIGTERM

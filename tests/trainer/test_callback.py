@@ -5,8 +5,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,7 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from tests.support.adapters import adapted
 from tests.support.publishers import Down, Gated, Hook, Hooked, nothing
 from tests.support.publishing import Tensors, assert_holds
-from tests.support.running import eventually
+from tests.support.running import eventually, run_python
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import (
     FIGURES,
@@ -356,10 +354,7 @@ def test_the_documentation_runs(tmp_path: Path) -> None:
     trainer, again, accelerate, *others = blocks
     script = tmp_path / "block.py"
     script.write_text("\n".join((accelerate, trainer, again, *others)))
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(script.name, folder=tmp_path)
     runs = {name: open_run(str(tmp_path / "shared" / name)) for name in ("trainer", "accelerate")}
     # Those in between may be skipped where versions come faster than the store takes them.
     assert steps_of(runs["trainer"])[-1] == 10

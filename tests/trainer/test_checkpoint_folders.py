@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors.torch import load_file, save, save_file
 from tests.support.architectures import same_bits
 from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint, write_slowly
 from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
+from tests.support.running import run_python
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import trainer_of
 from trainer_side import Gate, checkpoint_folders
@@ -731,10 +730,7 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
         folders.append(str(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors)))
     for version, folder in enumerate(folders):
         limit = 70e6 + version * CONNECTIONS * PIECE_BYTES
-        command = [sys.executable, "-m", "tests.support.folder_memory", url, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
+        report = json.loads(run_python("-m", "tests.support.folder_memory", url, folder).stdout)
         assert report["versions"] == [version]
         assert report["anonymous"] < limit, report
     assert_holds(open_run(url), None, tensors)

@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.support.adapters import adapted, randomize
 from tests.support.publishers import FailAt, Hooked, Trainer, as_if_on_a_device, assert_history, expect_failure, publish
+from tests.support.running import run_python
 from tests.support.simulated_queue import SimulatedQueue
 from tests.support.tiny import make_model
 from trainer_side import Budget, Gate, Publisher
@@ -38,7 +37,6 @@ from vllm_delta_sync.format.manifest import Stored
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.state import slab_layout
 
-ROOT = Path(__file__).parents[2]
 QWEN2_5_7B = Qwen2Config(
     vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
     num_key_value_heads=4, tie_word_embeddings=False,
@@ -282,16 +280,6 @@ def test_without_a_disk_versions_are_encoded_in_memory(
     assert_history(bucket, history)
 
 
-def measured(*arguments: str) -> dict[str, object]:
-    """What tests/tools/publisher_memory.py prints, of another process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.publisher_memory", "--verify", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
-
-
 @pytest.mark.parametrize(
     ("codec", "change", "megabytes"),
     [
@@ -305,12 +293,10 @@ def measured(*arguments: str) -> dict[str, object]:
 )
 def test_a_dense_version_takes_what_was_said(codec: str, change: str, megabytes: int) -> None:
     """Every element changes, a quarter of them in one tensor: at most half the model beside the baseline."""
-    found = measured("--model-mb", str(megabytes), "--codec", codec, "--change", change)
+    arguments = ("--verify", "--model-mb", str(megabytes), "--codec", codec, "--change", change)
+    found: dict[str, Any] = json.loads(run_python("-m", "tests.tools.publisher_memory", *arguments).stdout)
     memory = found["memory"]
-    assert isinstance(memory, dict)
     said = memory["largest"]["host"] - memory["at_rest"]["host"]
     assert found["changed"] == 1.0
-    assert isinstance(found["peak_bytes"], int)
-    assert isinstance(found["model_bytes"], int)
     assert 0.05 * found["model_bytes"] < found["peak_bytes"] < said + ALLOCATOR_BYTES
     assert found["peak_bytes"] < 0.5 * found["model_bytes"] + ALLOCATOR_BYTES

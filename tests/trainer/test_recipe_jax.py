@@ -1,9 +1,6 @@
 """The recipe for JAX, in a process with four devices of its own, which publishes what they hold and gathers nothing."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tests.support.publishing import assert_holds
+from tests.support.running import run_python
 from vllm_delta_sync import open_run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
@@ -50,7 +48,7 @@ def test_arrays_over_four_devices_are_published_shard_by_shard(tmp_path: Path) -
     url = str(tmp_path / "run")
     code = f"from tests.trainer.test_recipe_jax import train; train({url!r})"
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env={**os.environ, **devices})
+    run_python("-c", code, environment=devices)
     with open_run(url) as run:
         assert_holds(run, 3, torch.load(f"{url}.pt"))
         assert all(run.manifest(version).changed for version in (1, 2, 3))

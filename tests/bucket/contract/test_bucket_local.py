@@ -3,8 +3,6 @@
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.running import small_disk
+from tests.support.running import run_python, small_disk
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.bucket.local import STAGING, STALE_STAGING_SECONDS, LocalBucket
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -191,11 +187,7 @@ def test_a_full_disk(limit: int, remedy: str, tmp_path: Path) -> None:
     place = tmp_path / "disk"
     place.mkdir()
     prefix = [] if limit else small_disk(place, "1m")
-    if not limit and not prefix:
-        pytest.skip("no small file system can be mounted here")
-    command = [*prefix, sys.executable, "-c", FILL, str(place / "bucket"), str(limit)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", FILL, str(place / "bucket"), str(limit), prefix=prefix)
     first, second = done.stdout.splitlines()
     assert first.startswith("store cannot write key 'objects/large' of file://")
     assert second.startswith("store cannot write key 'objects/old' of file://")
@@ -206,12 +198,8 @@ def test_a_full_disk(limit: int, remedy: str, tmp_path: Path) -> None:
 def test_a_folder_that_is_a_mount_of_its_own_is_named(if_absent: bool, tmp_path: Path) -> None:
     folder = tmp_path / "objects"
     folder.mkdir()
-    prefix = small_disk(folder, "1m")
-    if not prefix:
-        pytest.skip("no small file system can be mounted here")
     code = f"from vllm_delta_sync.bucket import open_bucket; open_bucket({str(tmp_path)!r}).put('objects/a', b'x', "
-    command = [*prefix, sys.executable, "-c", f"{code}if_absent={if_absent})"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", f"{code}if_absent={if_absent})", prefix=small_disk(folder, "1m"), code=1)
     assert "on one file system that has hard links: no folder in it may be its own mount" in done.stderr
 
 
