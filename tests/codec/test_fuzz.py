@@ -18,6 +18,6 @@ def test_the_corpus_is_read_or_refused() -> None:
 
 
 def test_inputs_are_read_or_refused() -> None:
-    tried, met = run(800, seed=20, corpus=CORPUS, keep=False)
+    tried, met = run(800, seed=20)
     assert tried == 800
     assert met > 50

@@ -9,7 +9,6 @@ of ``[project.urls]``, or, while pyproject.toml names no repository, the paths o
 Ends with status 1 if a check failed.
 """
 
-import argparse
 import configparser
 import hashlib
 import os
@@ -31,6 +30,7 @@ from packaging.metadata import InvalidMetadata, Metadata
 from docs.site_hooks import with_links_for
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "dist"
 PACKAGES = ("vllm_delta_sync", "trainer_side")
 DATA = {"trainer_side/py.typed", "vllm_delta_sync/dashboard/page.html", "vllm_delta_sync/py.typed"}
 """Files of the packages that are not Python."""
@@ -38,10 +38,6 @@ INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "
 GENERATED = ("PKG-INFO", "setup.cfg", "vllm_delta_sync.egg-info/")
 """What setuptools adds to a source distribution."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
-
-
-class DistError(Exception):
-    """A distribution cannot be built; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +66,7 @@ def distributions(folder: Path) -> Distributions:
 
 def git(*arguments: str) -> str:
     """What git prints."""
-    try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise DistError(f"distributions are built from a git checkout: {error}") from error
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def tracked() -> list[str]:
@@ -95,11 +88,7 @@ def copy_tracked(target: Path) -> None:
 
 
 def build(folder: Path) -> Distributions:
-    """Build both into a folder, in place of older ones of this project.
-
-    Raises:
-        DistError: the build failed.
-    """
+    """Build both into a folder, in place of older ones of this project."""
     made = distributions(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(made.sdist.name.partition("-")[0] + "-*"):
@@ -121,7 +110,7 @@ def _run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
     environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise DistError(
+        raise RuntimeError(
             f"{' '.join(command[:6])} … ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         )
 
@@ -189,16 +178,9 @@ def state() -> str:
 
 
 def main() -> int:
-    """Exit status: 0 both are built and sound, 1 something is wrong with them, 2 they cannot be built."""
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.dist", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where to (default: dist)")
-    options = parser.parse_args()
-    try:
-        print(f"dist: {state()}", file=sys.stderr)
-        made = build(options.out)
-    except DistError as error:
-        print(f"dist: {error}", file=sys.stderr)
-        return 2
+    """Exit status: 0 both are built and sound, 1 something is wrong with them."""
+    print(f"dist: {state()}", file=sys.stderr)
+    made = build(FOLDER)
     found = problems(made)
     for problem in found:
         print(f"dist: {problem}", file=sys.stderr)

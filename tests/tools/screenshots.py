@@ -1,10 +1,8 @@
 """Test the page in a real Chromium and draw its pictures: ``python -m tests.tools.screenshots`` (``make test-page``).
 
-Needs Debian's packages chromium and chromium-driver. Runs the tests of ``tests/page``, then writes ``docs/img``; with
-``--no-tests`` the pictures only, with ``--to FOLDER`` into another folder.
+Needs Debian's packages chromium and chromium-driver. Runs the tests of ``tests/page``, then writes ``docs/img``.
 """
 
-import argparse
 import io
 import subprocess
 import sys
@@ -44,7 +42,6 @@ def small(png: bytes) -> bytes:
 
 
 def draw(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         pages = Pages(work)
@@ -60,19 +57,14 @@ def draw(folder: Path) -> None:
 
 def main() -> int:
     """Exit status: 0, or 1 if a test fails, 2 if Chromium is not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-tests", action="store_true", help="draw the pictures only")
-    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "img", metavar="FOLDER", help="default: docs/img")
-    options = parser.parse_args()
     lacking = missing()
     if lacking is not None:
         print(lacking, file=sys.stderr)
         return 2
-    if not options.no_tests:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "slow", "tests/page"], cwd=ROOT, check=False)
-        if done.returncode != 0:
-            return 1
-    draw(options.to)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "slow", "tests/page"], cwd=ROOT, check=False)
+    if done.returncode != 0:
+        return 1
+    draw(ROOT / "docs" / "img")
     return 0
 
 

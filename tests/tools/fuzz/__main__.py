@@ -34,12 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="that try properties side by side (default %(default)s)"
     )
-    parser.add_argument("--keep", action="store_true", help="add objects that are refused in a new way to the corpus")
     parser.add_argument("--renew", action="store_true", help="write the good objects of the corpus anew, and end")
-    parser.add_argument("--corpus", type=Path, default=objects.CORPUS, help="folder of objects to start from")
     options = parser.parse_args(arguments)
     if options.renew:
-        objects.renew(options.corpus)
+        objects.renew()
         return 0
     seed = secrets.randbits(32) if options.seed is None else options.seed
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -50,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             if options.only != "properties":
                 share = seconds if options.only else SHARE_OF_OBJECTS * seconds
-                objects.campaign(options.inputs, seed, share, options.corpus, options.keep, Path(scratch), found)
+                objects.campaign(options.inputs, seed, share, Path(scratch), found)
             if options.only != "objects":
                 left = began + seconds - time.monotonic()
                 properties.campaign(options.tests, seed, left, options.rounds, options.workers, Path(scratch), found)

@@ -1,6 +1,5 @@
 """``campaign`` has damaged delta objects read, in a process of its own whose loops check all bounds."""
 
-import argparse
 import math
 import os
 import random
@@ -14,16 +13,15 @@ from tests.tools.fuzz.inputs import SECONDS, mutated, read_all, seeds
 
 CORPUS = Path(__file__).parent / "corpus"
 LARGEST_KEPT = 16_384
-MOST_KEPT = 160
 
 
-def run(inputs: int, seed: int, corpus: Path, keep: bool, seconds: float = math.inf) -> tuple[int, int]:
+def run(inputs: int, seed: int, seconds: float = math.inf) -> tuple[int, int]:
     """Read so many changed files, or as many as there is time for → how many, and how many ways of refusal were met.
 
     Raises what is none, with its input kept.
     """
     chance = random.Random(seed)
-    pool = [path.read_bytes() for path in sorted(corpus.glob("*.safetensors"))]
+    pool = [path.read_bytes() for path in sorted(CORPUS.glob("*.safetensors"))]
     met: set[str] = set()
     for data in pool:
         met |= read_all(data)
@@ -36,8 +34,6 @@ def run(inputs: int, seed: int, corpus: Path, keep: bool, seconds: float = math.
         met |= new
         if new and len(data) < LARGEST_KEPT:
             pool.append(data)
-            if keep and len(list(corpus.iterdir())) < MOST_KEPT:
-                (corpus / f"refused-{len(met):03}.safetensors").write_bytes(data)
         number += 1
         if sys.stdout.isatty() and number % 500 == 0:
             rate = number / (time.monotonic() - began)
@@ -51,22 +47,22 @@ def input_of(process: int) -> Path:
     return Path(tempfile.gettempdir()) / f"delta-sync-fuzz-{process}.safetensors"
 
 
-def renew(corpus: Path) -> None:
+def renew() -> None:
     """Write the good objects as they are encoded today."""
-    for path in corpus.glob("good-*"):
+    for path in CORPUS.glob("good-*"):
         path.unlink()
     for name, data in seeds().items():
-        (corpus / f"good-{name}.safetensors").write_bytes(data)
+        (CORPUS / f"good-{name}.safetensors").write_bytes(data)
 
 
-def campaign(inputs: int, seed: int, seconds: float, corpus: Path, keep: bool, scratch: Path, found: list[str]) -> None:
+def campaign(inputs: int, seed: int, seconds: float, scratch: Path, found: list[str]) -> None:
     """Read damaged objects in another process, whose end tells of a crash; adds what is wrong to ``found``."""
     print(f"objects: seed {seed}", flush=True)
-    command = [sys.executable, "-m", "tests.tools.fuzz.objects", str(inputs), str(seed), str(seconds), str(corpus)]
+    command = [sys.executable, "-m", "tests.tools.fuzz.objects", str(inputs), str(seed), str(seconds)]
     # A cache of its own, since the checks are compiled in.
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(scratch / "numba")}
     # A session of its own, so that Ctrl-C reaches this process only.
-    child = subprocess.Popen([*command, *(["--keep"] if keep else [])], env=environment, start_new_session=True)
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         status = child.wait()
     except KeyboardInterrupt:
@@ -79,19 +75,11 @@ def campaign(inputs: int, seed: int, seconds: float, corpus: Path, keep: bool, s
         found.append(f"objects: ended with {status} at the input in {input_of(child.pid)}; again: {again}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz.objects")
-    parser.add_argument("inputs", type=int)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("seconds", type=float)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("--keep", action="store_true")
-    options = parser.parse_args()
-    tried, met = run(options.inputs, options.seed, options.corpus, options.keep, options.seconds)
+def main(inputs: str, seed: str, seconds: str) -> None:
+    tried, met = run(int(inputs), int(seed), float(seconds))
     start = "\r\x1b[K" if sys.stdout.isatty() else ""
     print(f"{start}objects: {tried:,} read or refused, in {met} ways; no crash, no hang, no access out of bounds")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])
