@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.run.machine.nursery import Nursery
+from tests.support.forks import Forks
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Forks exports and followers."""
-    made = Nursery("tests.run.machine.killed_folders", tmp_path_factory.mktemp("warm"))
+    made = Forks("tests.run.machine.killed_folders", tmp_path_factory.mktemp("warm"))
     yield made
     made.close()

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from tests.run.machine.killed_folders import TABLE as LARGE_TABLE
-from tests.run.machine.nursery import Nursery
 from tests.support.chains import TABLE, Chain
 from tests.support.commands import answer, delta_sync, kind, parsed, process, shown
 from tests.support.exporting import expected, file_size_limit, held, names, stored
+from tests.support.forks import Forks
 from tests.support.marked import MarkedChain
 from tests.support.running import run_python
 from tests.support.signed import Keys
@@ -211,7 +211,7 @@ def test_a_version_that_was_not_handled_comes_again(chain: Chain, out: Path) -> 
 def test_killed_at_random_it_shows_whole_versions(
     tmp_path: Path,
     out: Path,
-    nursery: Nursery,
+    nursery: Forks,
     campaign_seed: int | None,
     format: str,
     count: int,

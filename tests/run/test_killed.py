@@ -12,8 +12,8 @@ import pytest
 
 from tests.run.machine.killed import digest
 from tests.run.machine.killed_folders import EIGHT_FILES, TABLE, VERSIONS, write_run
-from tests.run.machine.nursery import Nursery
 from tests.support.exporting import expected, held, names
+from tests.support.forks import Forks
 from tests.support.running import eventually
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
@@ -62,7 +62,7 @@ class Recorded:
 
 
 @contextmanager
-def child(nursery: Nursery, *task: object) -> Iterator[None]:
+def child(nursery: Forks, *task: object) -> Iterator[None]:
     """A child, killed at exit."""
     pid = nursery.begin(*task)
     try:
@@ -75,7 +75,7 @@ def child(nursery: Nursery, *task: object) -> Iterator[None]:
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_publisher_killed_many_times_leaves_whole_states(tmp_path: Path, kills: int, chance: random.Random) -> None:
     url, log = str(tmp_path / "run"), tmp_path / "log"
-    nursery = Nursery("tests.run.machine.killed", url, log)
+    nursery = Forks("tests.run.machine.killed", url, log)
     began, head = time.monotonic(), 0
     try:
         with child(nursery, "publish", chance.randrange(1000)):
@@ -143,7 +143,7 @@ class Exports:
         version: the one that the folder holds; None if it holds none.
     """
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, nursery: Forks, folder: Path) -> None:
         self.nursery, self._folder = nursery, folder
         self.out = folder / "out"
         self.bits = write_run(folder).bits
@@ -175,7 +175,7 @@ class Exports:
 
 
 @pytest.fixture
-def exports(nursery: Nursery, tmp_path: Path) -> Exports:
+def exports(nursery: Forks, tmp_path: Path) -> Exports:
     return Exports(nursery, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Publishers and collectors to be killed, forked by ``tests.run.machine.nursery``.
+"""Publishers and collectors to be killed, forked by ``tests.support.forks``.
 
 ``python -m tests.run.machine.killed URL LOG`` begins a run; its tasks ``publish SEED`` and ``collect`` go on for ever.
 Each publisher claims the run as on any machine. It writes to LOG, line by line: ``will SHA`` before it publishes
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from tests.run.machine.nursery import serve
 from tests.run.machine.tensors import SHAPES, TRAININGS, copy_bits, first_tensors, train
+from tests.support.forks import serve
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.maintenance.compact import compact
@@ -77,7 +77,7 @@ def main(url: str, path: str) -> None:
     publish(url, log, 2, times=5)
     compact(open_run(url))
     collect(open_run(url), RetentionPolicy(min_age=MIN_AGE_SECONDS))
-    serve(lambda task, seed=0: publish(url, Log(path), int(seed)) if task == "publish" else tidy_up(url))
+    serve(lambda task, seed=0: publish(url, Log(path), seed) if task == "publish" else tidy_up(url))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Exports and followers to be killed, forked by ``tests.run.machine.nursery``.
+"""Exports and followers to be killed, forked by ``tests.support.forks``.
 
 Tasks are ``FOLDER STEP export VERSION SHARD_BYTES`` and ``FOLDER STEP follow FORMAT``: put ``FOLDER/run`` into
 ``FOLDER/out`` once, and be killed before the STEP-th change that is made to names in a folder; 0: never.
@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.run.machine.nursery import serve
+from tests.support.forks import serve
 from tests.support.samples import RunWriter
 from tests.support.written import Written
 from vllm_delta_sync import follow, open_run
@@ -46,11 +47,11 @@ def die_at(step: int) -> None:
     sys.addaudithook(hook)
 
 
-def act(folder: str, step: str, what: str, *how: str) -> None:
-    if int(step):
-        die_at(int(step))
+def act(folder: str, step: int, what: str, *how: Any) -> None:
+    if step:
+        die_at(step)
     if what == "export":
-        version, shard_bytes = map(int, how)
+        version, shard_bytes = how
         export(open_run(f"{folder}/run"), f"{folder}/out", version, shard_bytes=shard_bytes)
     else:
         for _ in follow(f"{folder}/run", f"{folder}/out", once=True, shard_bytes=EIGHT_FILES, format=how[0]):
