@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from tests.e2e.fresh import digests, generate, load_again, make_engine, worker_model
-from tests.support.quantizing import digest, save_quantized
+from tests.support.publishing import digest
+from tests.support.quantizing import save_quantized
 from tests.support.small_floats import save_stacked
 from tests.support.tiny import make_model, train_steps
 

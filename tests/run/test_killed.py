@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.machine.killed import digest
 from tests.run.machine.killed_folders import EIGHT_FILES, TABLE, VERSIONS, write_run
 from tests.support.exporting import expected, held, names
 from tests.support.forks import Forks
+from tests.support.publishing import digest
 from tests.support.running import eventually
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket

@@ -1,5 +1,6 @@
 """What the publisher tests share: comparing a run with the trainer's own tensors."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def snapshot(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
         name: tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
         for name, tensor in tensors.items()
     }
+
+
+def digest(tensors: Tensors) -> str:
+    """SHA-256 over names, dtypes and bits."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def published(model: nn.Module) -> Tensors:

@@ -1,6 +1,5 @@
 """Quantized checkpoints of small models, as the library ``compressed-tensors`` writes them."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -128,12 +127,3 @@ def fill_evenly(model: nn.Module) -> None:
     for number, (_, parameter) in enumerate(sorted(model.named_parameters())):
         steps = (torch.arange(parameter.numel()) * 7919 + number * 104729) % 4001 - 2000
         parameter.copy_((steps / 2**15).view(parameter.shape))
-
-
-def digest(tensors: Tensors) -> str:
-    """SHA-256 over names, dtypes and bits."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()

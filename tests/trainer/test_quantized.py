@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.publishers import left_unfinished
-from tests.support.publishing import assert_holds
+from tests.support.publishing import assert_holds, digest
 from tests.support.quantizing import (
     SCHEMES,
     SMALL_FLOATS,
-    digest,
     edit_recipe,
     fill_evenly,
     library_tensors,

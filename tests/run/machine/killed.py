@@ -7,13 +7,13 @@ weights, ``done VERSION SHA`` once they are durable.
 
 import os
 import sys
-from hashlib import sha256
 from pathlib import Path
 
 import torch
 
-from tests.run.machine.tensors import SHAPES, TRAININGS, copy_bits, first_tensors, train
+from tests.run.machine.tensors import TRAININGS, first_tensors, train
 from tests.support.forks import serve
+from tests.support.publishing import digest
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.maintenance.compact import compact
@@ -21,14 +21,6 @@ from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 
 MIN_AGE_SECONDS = 3.0
 """Longer than anything here takes between putting an object and listing it."""
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over all bits."""
-    state = sha256()
-    for part in copy_bits({name: tensors[name] for name in SHAPES}):
-        state.update(part.tobytes())
-    return state.hexdigest()
 
 
 class Log:

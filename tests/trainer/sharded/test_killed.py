@@ -2,15 +2,14 @@
 
 import os
 import signal
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import distributed
 
 from tests.support.publishers import Hooked
+from tests.support.publishing import digest
 from tests.trainer.sharded.models import built, fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Publisher
@@ -20,14 +19,6 @@ from vllm_delta_sync.errors import PublishError
 REPORTED = 3
 POINTS = ("before the diff", "before its upload", "after its upload", "before the manifest", "after the manifest")
 """Before and after the manifest: as rank 0 is about to write it, and once it has."""
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over all bits, in the order of names."""
-    state = sha256()
-    for name in sorted(tensors):
-        state.update(tensors[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
 
 
 def doom(bucket: Hooked, victim: int, at: str) -> None:
