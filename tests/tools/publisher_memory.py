@@ -5,34 +5,18 @@ high-water mark of resident memory says what the dense version took beyond that.
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from benchmarks.common.timing import peak_extra_bytes
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 
 CHANGES = ("small", "random")
-
-
-def status(field: str) -> int:
-    """A figure of this process in bytes, such as VmHWM, the most resident memory since ``reset_peak``."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
-
-
-def reset_peak() -> int:
-    """Return the resident memory, which is the new high-water mark."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
 
 
 def model(mb: int) -> dict[str, torch.Tensor]:
@@ -77,22 +61,18 @@ def main() -> None:
                 publisher.flush()
             change(live, options.change)
             expected = {name: tensor.clone() for name, tensor in live.items()} if options.verify else {}
-            at_rest = reset_peak()
-            started = time.perf_counter()
-            result = publisher.publish(3, wait=True)
-            returned = time.perf_counter() - started
-            publisher.flush()
-            seconds = time.perf_counter() - started
-            peak = status("VmHWM") - at_rest
+            results = []
+
+            def publish() -> None:
+                results.append(publisher.publish(3, wait=True))
+                publisher.flush()
+
+            peak = peak_extra_bytes(publish)
             found: dict[str, object] = {
                 "model_bytes": nbytes,
                 "peak_bytes": peak,
                 "share": round(peak / nbytes, 3),
-                "after_bytes": reset_peak() - at_rest,
-                "changed": result.changed / result.total,
-                "payload_bytes": result.payload_bytes,
-                "publish_seconds": round(returned, 3),
-                "seconds": round(seconds, 3),
+                "changed": results[0].changed / results[0].total,
                 "memory": asdict(publisher.memory),
             }
         if options.verify:
