@@ -9,6 +9,7 @@ import pytest
 import rfc8785
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from tests.support.exporting import stored
 from tests.support.publishers import Trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
@@ -91,13 +92,6 @@ def assert_all_signed(folder: Path, *allowed: str) -> set[str]:
     return seen
 
 
-def publish(publisher: Publisher, trainer: Trainer, times: int = 1) -> None:
-    for _ in range(times):
-        trainer.step()
-        publisher.publish(step=1, wait=True)
-    publisher.flush()
-
-
 def sign_file(folder: Path, key: str, kind: type[Document], keyring: Keyring) -> None:
     """Sign a document of the bucket anew."""
     document = kind.from_bytes((folder / key).read_bytes())
@@ -108,10 +102,6 @@ def unsign(folder: Path, key: str) -> None:
     value = json.loads((folder / key).read_bytes())
     value["signature"] = None
     (folder / key).write_bytes(dump_canonical(value))
-
-
-def stored(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def head_of(folder: Path) -> Head:

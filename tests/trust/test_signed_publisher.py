@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from tests.support.exporting import stored
 from tests.support.forge import FORGERIES, forge
-from tests.support.publishers import FailAt, Hooked, Trainer, small_trainer
-from tests.support.signed import KINDS, Keys, assert_all_signed, head_of, publish, refuse, sign_file, stored, unsign
+from tests.support.publishers import FailAt, Hooked, Trainer, publish, small_trainer
+from tests.support.signed import KINDS, Keys, assert_all_signed, head_of, refuse, sign_file, unsign
 from tests.support.written import find_steps as way
 from trainer_side import Publisher
 from trainer_side.maintenance import HEAD_THREAD_NAME, THREAD_NAME
