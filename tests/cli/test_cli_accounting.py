@@ -2,7 +2,6 @@
 
 import json
 import math
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import running
 from tests.support.collecting import long_run
 from tests.support.commands import answer, delta_sync, kind, refusal, shown
 from tests.support.publishers import small_trainer
@@ -172,12 +172,9 @@ def test_many_versions_are_read_without_holding_manifests(tmp_path: Path) -> Non
     readers: list[Callable[[RunReader], list[Any]]] = [lambda run: account(run).versions, read_rows]
     for read in readers:
         read(run)  # what is imported or cached once
-        tracemalloc.start()
-        try:
+        with running.counted() as most:
             assert len(read(run)) == many + 1
-            assert tracemalloc.get_traced_memory()[1] < 4_000 * many
-        finally:
-            tracemalloc.stop()
+        assert most[0] < 4_000 * many
 
 
 def test_du_notes_a_damaged_merged_delta(written: Written) -> None:

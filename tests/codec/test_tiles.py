@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import tracemalloc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +31,7 @@ from tests.codec.tiling import (
     whole,
 )
 from tests.support import reference_tiles as reference
-from tests.support.running import run_python
+from tests.support.running import counted, run_python
 from tests.support.samples import CONTEXT, changes_between
 from tests.support.seeds import few_by_default
 from vllm_delta_sync.codec.delta_object import BlockEntries
@@ -306,12 +305,9 @@ def test_tensors_are_decoded_without_a_look_at_all_tiles_of_their_block() -> Non
     old = [np.zeros(64, np.uint16)] * len(table)
     reader = DeltaReader(encoded(table, old, [bits + 1 for bits in old], "tiled", "none"), table, CONTEXT, whole(old))
     assert reader.take("BF16", 1)[0].positions.size == 64
-    tracemalloc.start()
-    try:
+    with counted() as most:
         assert reader.take("BF16", 2)[0].positions.size == 64
-        assert tracemalloc.get_traced_memory()[1] < 5 * len(table)
-    finally:
-        tracemalloc.stop()
+    assert most[0] < 5 * len(table)
 
 
 def test_a_block_ends_where_its_tables_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,12 +353,9 @@ def test_a_tensor_in_pieces_takes_the_memory_of_a_few(shape: tuple[int, ...]) ->
     """Also one that is a single row of tiles, such as experts in blocks of 4 bits."""
     spec, ones = TensorSpec("t", "U8", shape), np.ones(coder.PIECE_CHANGES, np.uint8)
     large = LargeTensor(spec, lambda: ((np.arange(at, at + ones.size), ones) for at in range(0, spec.numel, ones.size)))
-    tracemalloc.start()
-    try:
+    with counted() as most:
         assert sum(piece.size for piece in large.streams()) >= spec.numel // 8
-        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
-    finally:
-        tracemalloc.stop()
+    assert most[0] < 5 * 2**20
 
 
 # Old bits

@@ -2,7 +2,6 @@
 and copies are compared."""
 
 import itertools
-import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.routing import all_indices
+from tests.support.running import counted
 from vllm_delta_sync.engine.follow.rank_group import prove_ownership
 from vllm_delta_sync.engine.model.route import Region, coalesce, find_overlap, split_regions
 from vllm_delta_sync.engine.model.route_map import fingerprint_in_place, fingerprint_via_copy
@@ -64,13 +64,11 @@ def test_overlap_is_found_without_memory_for_what_lies_between() -> None:
         for expert in range(1024)
         for half in (0, 1)
     ]
-    tracemalloc.start()
-    assert find_overlap(experts) is None
-    one_more = Region(777 * inner * hidden + hidden * 5 + 3, (2,), (hidden // 2,))
-    assert find_overlap([*experts, one_more]) == (1554, len(experts))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 24
+    with counted() as most:
+        assert find_overlap(experts) is None
+        one_more = Region(777 * inner * hidden + hidden * 5 + 3, (2,), (hidden // 2,))
+        assert find_overlap([*experts, one_more]) == (1554, len(experts))
+    assert most[0] < 1 << 24
 
 
 @given(injective_regions(), st.integers(1, 20))

@@ -1,6 +1,5 @@
 """A version's weights into models whose tensors are shared by several processes: each rank fills its own part."""
 
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.architectures import qwen3_moe, same_bits
+from tests.support.running import counted
 from tests.support.samples import RunWriter, nudge
 from tests.trainer.sharded.models import fsdp, tied_llama
 from tests.trainer.sharded.nursery import Nursery
@@ -196,13 +196,9 @@ def load_large(rank: int, size: int, url: str) -> dict[str, Any]:
         patch.setattr("vllm_delta_sync.bucket.ranged.PIECE_BYTES", 128 * 1024)
         # Once before it is counted, for what is compiled and imported.
         run.load_into(model, 1)
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        run.load_into(model, 2)
-        most = tracemalloc.get_traced_memory()[1] - before
-        tracemalloc.stop()
-    return {"most": most, "wrong": wrong(model.state_dict(), url, 2)}
+        with counted() as most:
+            run.load_into(model, 2)
+    return {"most": most[0], "wrong": wrong(model.state_dict(), url, 2)}
 
 
 # Models of transformers
