@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.collecting import TABLE
 from tests.support.commands import delta_sync
+from tests.support.publishing import damage
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
@@ -50,12 +51,10 @@ def url(folder: str, tmp_path: Path) -> Iterator[str]:
 
 
 def damaged(url: str) -> str:
-    """Flip a bit in the object of version 1; its key."""
+    """Damage the object of version 1; its key."""
     with open_run(url) as run:
         key = run.manifest(1).objects[0].key
-        data = bytearray(run.bucket.get(key))
-        data[-1] ^= 1
-        run.bucket.put(key, bytes(data))
+    damage(url, key)
     return key
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.golden.regenerate import DIRECTORY
 from tests.support.commands import answer, delta_sync, envelope, kind, process, shown
 from tests.support.running import run_python
+from tests.support.samples import flip
 from tests.support.written import SMALL, reference_run, save_base
 from vllm_delta_sync import __version__, cli
 from vllm_delta_sync.cli.text import clean, percent, shape, size, times
@@ -32,12 +33,6 @@ def path(tmp_path: Path) -> Path:
     make_anchor(run, 3)
     make_merged_delta(run, 0, 2)
     return copy
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 def object_of(path: Path, version: int) -> Path:

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.support.modules import FusedModel, ModulePort
-from tests.support.samples import RunWriter
+from tests.support.samples import RunWriter, flip
 from tests.support.world import World, expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
@@ -43,11 +43,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def damage(path: Path, version: int) -> None:
-    """Flip a bit in the middle of a version's object."""
-    file = path / open_run(str(path)).manifest(version).objects[0].key
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    """Flip a bit of a version's object."""
+    flip(path / open_run(str(path)).manifest(version).objects[0].key)
 
 
 def checkpoint(folder: Path, bits: list[Bits]) -> Path:

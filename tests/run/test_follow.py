@@ -23,6 +23,7 @@ from tests.support.exporting import expected, file_size_limit, held, names, stor
 from tests.support.forks import Forks
 from tests.support.marked import MarkedChain
 from tests.support.running import run_python
+from tests.support.samples import flip
 from tests.support.signed import Keys
 from tests.support.slime_folders import deltas, rebuilt, versions
 from tests.support.written import Written
@@ -335,10 +336,7 @@ def test_damage_is_not_taken_and_repaired_when_it_can_be(chain: Chain, out: Path
 
 def test_a_current_that_others_changed_is_made_anew(chain: Chain, out: Path) -> None:
     once(chain, out)
-    path = next(path for path in (out / "current").resolve().glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(next(path for path in (out / "current").resolve().glob("*.safetensors")))
     chain.grow()
     once(chain, out)
     assert at(out) == 1

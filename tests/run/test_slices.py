@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.running import counted
-from tests.support.samples import changes_between, nudge
+from tests.support.samples import changes_between, flip, nudge
 from tests.support.seeds import few_by_default
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
@@ -226,10 +226,7 @@ def test_a_change_that_is_not_what_it_declares_is_seen_where_a_tensor_is_held_wh
 def test_a_checkpoint_that_was_overwritten_is_refused(tmp_path: Path) -> None:
     made = Grove(tmp_path, "checkpoint")
     made.grow("delta")
-    path = tmp_path / "checkpoint" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(tmp_path / "checkpoint" / "model.safetensors")
     manifest = made.run.manifest(1)
     # The last byte is one of tensor e.
     some = {"a": [Box((0, 0), (1, 3), (40, 3))]}

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tests.support.modules import SHAPES, ModulePort, ShardedModel
-from tests.support.samples import RunWriter, nudge
+from tests.support.samples import RunWriter, flip, nudge
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -97,10 +97,7 @@ class Chain(RunWriter):
 
     def damage(self, document: Manifest | MergedDelta | Anchor) -> None:
         for ref in document.objects:
-            path = self.folder / ref.key
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+            flip(self.folder / ref.key)
 
     def spoil_manifest(self, version: int) -> None:
         (self.folder / version_key(version)).write_bytes(b"{}")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.reference_tiles import CLASSES, PLAIN, SIZES_AT, SYMBOLS, TABLES
+from tests.support.samples import flip
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
@@ -102,12 +103,6 @@ def forge(
     return Forgery(fields, data, [manifest_path, object_path])
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
@@ -179,7 +174,7 @@ def _bad(name: str, kind: str, **how: Any) -> BadVersion:
 
 
 BAD_VERSIONS = [
-    _bad("corrupt object", "digest", damage=_flip),
+    _bad("corrupt object", "digest", damage=flip),
     _bad("truncated object", "digest", damage=_truncate),
     _bad("missing object", "not_found", damage=Path.unlink),
     _bad("made against other weights", "fingerprint"),

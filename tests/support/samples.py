@@ -32,6 +32,13 @@ CREATED = "2026-01-02T03:04:05Z"
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_float]
 
 
+def flip(file: Path) -> None:
+    """Damage one bit of a file, in its last byte."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
 def patterns(dtype: str) -> st.SearchStrategy[int]:
     """Bit patterns of a dtype, the odd ones often: zeros, ones, infinities, NaNs with payloads, subnormals."""
     width = 8 * DTYPES[dtype].itemsize
