@@ -30,7 +30,6 @@ from tests.support.hub_store.xet import Contents, DamagedError, Term, files_of
 
 HOST = "127.0.0.1"
 READ, WRITE = "read", "write"
-PATHS_PER_REQUEST = 1000
 BLOCK_BYTES = 1 << 20
 WRONG_PATH = re.compile(r"^(|/.*|\./.*|.*/|.*\.\.|.*(//|\.\./|\\|\0).*)$", re.DOTALL)
 """Keys that the rules do not allow which the Hub documents."""
@@ -87,9 +86,7 @@ class Bucket:
     of the contents that were uploaded to it."""
 
     id: str
-    private: bool
     inner: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: float = field(default_factory=time.time)
     files: dict[str, File] = field(default_factory=dict)
     held: set[str] = field(default_factory=lambda: {"0" * 64})
 
@@ -115,7 +112,6 @@ class Server:
         one, steer = "/api/buckets/{space}/{name}", ["GET", "POST", "DELETE"]
         routes = [
             Route(one, self.create, methods=["POST"]),
-            Route(one, self.info, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(one + "/tree", self.tree, methods=["GET"]),
             Route(one + "/tree/{prefix:path}", self.tree, methods=["GET"]),
@@ -218,17 +214,8 @@ class Server:
     async def create(self, request: Request) -> Response:
         self.check_user(request, WRITE)
         id = "{space}/{name}".format_map(request.path_params)
-        url = f"{self.endpoint}/buckets/{id}"
-        if id in self.buckets:
-            return JSONResponse({"error": "You already created this bucket", "url": url}, 409)
-        body = json.loads(await request.body() or b"{}")
-        self.buckets[id] = Bucket(id, body.get("visibility") == "private")
-        return JSONResponse({"url": url, "name": id, "id": self.buckets[id].inner})
-
-    async def info(self, request: Request) -> Response:
-        bucket = self.bucket(request, READ)
-        told = {"id": bucket.id, "private": bucket.private, "createdAt": moment(bucket.created)}
-        return JSONResponse({"_id": bucket.inner, **told, "size": bucket.size, "totalFiles": len(bucket.files)})
+        self.buckets[id] = Bucket(id)
+        return JSONResponse({"url": f"{self.endpoint}/buckets/{id}", "name": id, "id": self.buckets[id].inner})
 
     async def delete(self, request: Request) -> Response:
         del self.buckets[self.bucket(request, WRITE).id]
@@ -247,8 +234,6 @@ class Server:
 
     async def paths_info(self, request: Request) -> Response:
         bucket, paths = self.bucket(request, READ), json.loads(await request.body())["paths"]
-        if len(paths) > PATHS_PER_REQUEST:
-            raise Refused(400, f"{len(paths)} paths, at most {PATHS_PER_REQUEST} are allowed")
         return JSONResponse([bucket.files[path].described() for path in paths if path in bucket.files])
 
     async def batch(self, request: Request) -> Response:
