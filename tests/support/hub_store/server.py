@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.support.hub_store.faults import Faults
-from tests.support.hub_store.xet import Contents, DamagedError, Term, files_of
+from tests.support.hub_store.xet import Contents, Term, files_of
 
 HOST = "127.0.0.1"
 READ, WRITE = "read", "write"
@@ -131,10 +131,7 @@ class Server:
             assert isinstance(error, Refused)
             return error.answer
 
-        async def damaged(request: Request, error: Exception) -> Response:
-            return Refused(400, str(error)).answer
-
-        self.faults = Faults(Starlette(routes=routes, exception_handlers={Refused: refused, DamagedError: damaged}))
+        self.faults = Faults(Starlette(routes=routes, exception_handlers={Refused: refused}))
         config = uvicorn.Config(self.faults, log_level="critical", lifespan="off", proxy_headers=False)
         self.run = lambda: uvicorn.Server(config).run(sockets)
 
@@ -272,8 +269,6 @@ class Server:
     async def xet_token(self, request: Request) -> Response:
         right = request.path_params["right"]
         bucket = self.bucket(request, right)
-        if right == WRITE and self.options.quota and bucket.size >= self.options.quota:
-            raise Refused(403, f"Storage quota of bucket {bucket.id} is used up")
         token, expiry = self.grant((bucket.inner, right), self.options.xet_seconds)
         headers = {"X-Xet-Cas-Url": self.origin, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expiry)}
         return JSONResponse({"casUrl": self.origin, "accessToken": token, "exp": expiry}, headers=headers)
@@ -353,13 +348,10 @@ def moment(seconds: float) -> str:
 
 def wanted_range(request: Request, size: int) -> tuple[int, int] | None:
     """Bytes asked for, end exclusive; all without a Range header; None: not within ``size``."""
-    found = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
-    if not found or found[0] == "bytes=-":
+    found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+    if not found:
         return 0, size
-    if not found[1]:
-        start, end = max(0, size - int(found[2])), size
-    else:
-        start, end = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
+    start, end = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
     return (start, end) if start < end else None
 
 
