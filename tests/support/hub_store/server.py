@@ -148,10 +148,8 @@ class Server:
             self.options = replace(self.options, **body)
         elif (what, request.method) == ("tokens", "DELETE"):
             self.grants.clear()
-        rules = [asdict(rule) for rule in self.faults.rules]
-        return JSONResponse(
-            {"faults": rules, "requests": list(self.faults.record), "options": asdict(self.options)}.get(what)
-        )
+        told = {"faults": [asdict(rule) for rule in self.faults.rules], "requests": list(self.faults.record)}
+        return JSONResponse(told.get(what))
 
     # Who may do what
 
