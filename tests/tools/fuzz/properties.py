@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SELECTED = "hypothesis and not e2e"
-ENDING_SECONDS = 20.0
 
 
 def campaign(
@@ -53,7 +53,10 @@ def _round(tests: list[str], seed: int, workers: int, until: float, folder: Path
         try:
             child.wait()
         finally:
-            _end(child)
+            # Also what its tests started.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     text, failed = log.read_text(), dict.fromkeys(failures.read_text().splitlines())
     python = sys.executable.removeprefix(f"{ROOT}/")
     again = [["-m", "pytest", test, *options] for test in failed]
@@ -66,21 +69,6 @@ def _round(tests: list[str], seed: int, workers: int, until: float, folder: Path
         found.append(f"{arguments[2]}, seed {seed}; again: {line}")
         print(f"again: {line}", flush=True)
     print(f"properties: seed {seed}: {text.rstrip().rpartition(chr(10))[2]}", flush=True)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a round, and what its tests started."""
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGINT)
-        try:
-            child.wait(ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    child.wait()
 
 
 @pytest.hookimpl(trylast=True)
