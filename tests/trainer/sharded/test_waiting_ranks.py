@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from tests.support.publishers import Hooked, Once, nothing
 from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.trainers import SIZES, Settled, checkpoint_of, trainer_of
@@ -21,8 +22,6 @@ from tests.trainer.sharded.nursery import Nursery
 from trainer_side import DeltaSyncCallback, Publisher
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from trainer_side.integrations.trl import DeltaWeightTransfer
-from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import NotFoundError, UsageError
 
@@ -30,20 +29,14 @@ GROUP_SECONDS = 2.5
 """The limit of the training's own collective calls."""
 
 
-class SlowBucket(BucketMiddleware):
-    """A store that takes ``seconds`` for the next put."""
-
-    seconds = 0.0
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        seconds, self.seconds = self.seconds, 0.0
-        time.sleep(seconds)
-        self._inner.put(key, data, if_absent=if_absent)
+def delay(store: Hooked) -> None:
+    """The next put takes long."""
+    store.before = Once("", lambda: time.sleep(2 * GROUP_SECONDS))
 
 
-def slow_store(folder: str) -> SlowBucket:
-    made = SlowBucket(open_bucket(f"{folder}/run"))
-    made.seconds = 2 * GROUP_SECONDS
+def slow_store(folder: str) -> Hooked:
+    made = Hooked(Path(folder) / "run")
+    delay(made)
     return made
 
 
@@ -51,7 +44,7 @@ def train_replicas(rank: int, size: int, folder: str) -> None:
     model, store = make_model("qwen3", **SIZES), slow_store(folder)
     callback = DeltaSyncCallback(bucket=store)
     seen = Settled(callback, wait=False)
-    seen.at[3] = lambda: setattr(store, "seconds", 2 * GROUP_SECONDS)
+    seen.at[3] = lambda: delay(store)
     trainer = trainer_of(model, Path(folder), [callback, seen], max_steps=3)
     trainer.train()
     distributed.all_reduce(torch.zeros(1))
@@ -62,13 +55,13 @@ def train_replicas(rank: int, size: int, folder: str) -> None:
 def train_shards(rank: int, size: int, folder: str) -> None:
     model, store = make_model("qwen3", **SIZES), slow_store(folder)
     fully_shard(model)
-    store.seconds *= rank == 0
+    store.before = store.before if rank == 0 else nothing
     with Publisher(model, store) as publisher:
         steps = train_steps(model, lr=1e-3)
         for step in (1, 2, 3):
             next(steps)
             if step == 3 and rank == 0:
-                store.seconds = 2 * GROUP_SECONDS
+                delay(store)
             publisher.publish(step)
     trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
     if rank == 0:
@@ -88,12 +81,13 @@ def gather(rank: int, size: int, folder: str) -> list[int | None]:
     model = make_model("qwen3", **SIZES)
     base = Path(folder) / f"base{rank}"
     save_checkpoint(model, base)
-    store: Any = slow_store(folder)
+    store = slow_store(folder)
     publisher = gathered_publisher(store, base, leads=rank == 0, all_wait=True)
     done = []
     for step in (1, 2):
         distributed.all_reduce(torch.zeros(1))
-        store.seconds = 2 * GROUP_SECONDS * (step == 2)
+        if step == 2:
+            delay(store)
         result = publish_gathered(publisher, step, model.named_parameters())
         done.append(None if result is None else result.version)
     distributed.all_reduce(torch.zeros(1))
@@ -169,7 +163,7 @@ def transfer_weights(rank: int, size: int, folder: str) -> list[str]:
             assert transfer.publisher is not None
             if step == 2:
                 transfer.publisher.flush()
-                store.seconds = 2 * GROUP_SECONDS
+                delay(store)
             transfer.send_weights(iter((name, tensor + step) for name, tensor in model.named_parameters()))
             transfer.resume()
         distributed.all_reduce(torch.zeros(1))
