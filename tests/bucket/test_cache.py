@@ -20,6 +20,7 @@ from vllm_delta_sync.cache import ObjectCache, folder
 from vllm_delta_sync.errors import NotFoundError, StoreError
 from vllm_delta_sync.settings import load_settings
 
+SECONDS = 60.0
 MANY = 1 << 40
 
 

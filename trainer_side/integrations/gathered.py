@@ -11,6 +11,7 @@ from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from trainer_side.result import PublishResult
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.units import listed
 
@@ -25,7 +26,7 @@ _waiting: ProcessGroup | None = None
 
 
 def gathered_publisher(
-    bucket: str | Path, base: str | Path, leads: bool = True, *, all_wait: bool = False, **options: Any
+    bucket: str | Path | Bucket, base: str | Path, leads: bool = True, *, all_wait: bool = False, **options: Any
 ) -> Publisher | None:
     """Make a publisher whose weights come with each call; None on ranks that do not publish.
 
