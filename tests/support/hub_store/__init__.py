@@ -74,6 +74,10 @@ class Hub:
     def forget_requests(self) -> None:
         self._control("DELETE", "/_requests")
 
+    def options(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._control("GET", "/_options")
+        return found
+
     def change(self, **options: Any) -> None:
         """Change the server's options; see tests.support.hub_store.server.Options."""
         self._control("POST", "/_options", options)

@@ -148,8 +148,10 @@ class Server:
             self.options = replace(self.options, **body)
         elif (what, request.method) == ("tokens", "DELETE"):
             self.grants.clear()
-        told = {"faults": [asdict(rule) for rule in self.faults.rules], "requests": list(self.faults.record)}
-        return JSONResponse(told.get(what))
+        rules = [asdict(rule) for rule in self.faults.rules]
+        return JSONResponse(
+            {"faults": rules, "requests": list(self.faults.record), "options": asdict(self.options)}.get(what)
+        )
 
     # Who may do what
 
