@@ -16,6 +16,7 @@ from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.follow import identify
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import (
+    BusyError,
     EngineError,
     FingerprintError,
     FormatError,
@@ -111,8 +112,9 @@ def test_no_run_yet(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         receiver.advance()
     assert receiver.status()["state"] == "waiting_for_run"
-    with pytest.raises(EngineError):
-        receiver.verify()
+    for call in (receiver.verify, lambda: receiver.rollback(0)):
+        with pytest.raises(BusyError, match="no version is served yet"):
+            call()
 
 
 def test_what_a_loader_leaves_out_is_listed(tmp_path: Path) -> None:

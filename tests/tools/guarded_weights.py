@@ -11,13 +11,11 @@ import random
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.hooks import hooked
 from tests.support.world import World
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
@@ -66,18 +64,23 @@ def _pages(parameter: torch.Tensor) -> int:
 
 def stage_request(world: World) -> protocol.Stage:
     """Return the request by which the receiver stages the newest version, which is then not committed."""
-    found: list[protocol.Stage] = []
+    call, found = world.port.call, []
 
-    def before(method: str, arguments: dict[str, Any]) -> None:
-        if arguments.get("operation") == "stage":
-            found.append(arguments["request"])
-        if method == "commit":
+    def kept(request: Any) -> Any:
+        if isinstance(request, protocol.Stage):
+            found.append(request)
+        if isinstance(request, protocol.Commit):
             raise EngineError("not committed")
+        return call(request)
 
-    world.port.before = before
-    with suppress(EngineError):
+    world.port.call = kept
+    try:
         world.receiver.advance()
-    return found[0]
+    except EngineError:
+        pass
+    world.port.call = call
+    request: protocol.Stage = found[0]
+    return request
 
 
 def main() -> None:
@@ -89,7 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), codec="tiled")
         worker = GuardedWorker(world.model)
-        hooked(world)
+        world.use(world.port)
         world.receiver.advance()
         rank = world.port.ranks[0]
         write_hooks.watch_writes(worker, world.model, rank.memory)

@@ -209,7 +209,11 @@ def test_sigterm_ends_a_wait_at_the_end_of_training_too(
         threading.Thread(target=stop).start()
 
     seen.at = {2: go_away}
-    trainer_of(model, tmp_path, [callback, seen], max_steps=2).train()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        trainer_of(model, tmp_path, [callback, seen], max_steps=2).train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert re.search("ended at step 2, and its last weights are not published: .* the store is away", caplog.text)
 
 
