@@ -26,10 +26,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.support.hub_store.faults import Faults
-from tests.support.hub_store.xet import Contents, Term, files_of
+from tests.support.hub_store.xet import Contents, DamagedError, Term, files_of
 
 HOST = "127.0.0.1"
 READ, WRITE = "read", "write"
+PATHS_PER_REQUEST = 1000
 BLOCK_BYTES = 1 << 20
 WRONG_PATH = re.compile(r"^(|/.*|\./.*|.*/|.*\.\.|.*(//|\.\./|\\|\0).*)$", re.DOTALL)
 """Keys that the rules do not allow which the Hub documents."""
@@ -86,7 +87,9 @@ class Bucket:
     of the contents that were uploaded to it."""
 
     id: str
+    private: bool
     inner: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: float = field(default_factory=time.time)
     files: dict[str, File] = field(default_factory=dict)
     held: set[str] = field(default_factory=lambda: {"0" * 64})
 
@@ -112,6 +115,7 @@ class Server:
         one, steer = "/api/buckets/{space}/{name}", ["GET", "POST", "DELETE"]
         routes = [
             Route(one, self.create, methods=["POST"]),
+            Route(one, self.info, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(one + "/tree", self.tree, methods=["GET"]),
             Route(one + "/tree/{prefix:path}", self.tree, methods=["GET"]),
@@ -131,7 +135,10 @@ class Server:
             assert isinstance(error, Refused)
             return error.answer
 
-        self.faults = Faults(Starlette(routes=routes, exception_handlers={Refused: refused}))
+        async def damaged(request: Request, error: Exception) -> Response:
+            return Refused(400, str(error)).answer
+
+        self.faults = Faults(Starlette(routes=routes, exception_handlers={Refused: refused, DamagedError: damaged}))
         config = uvicorn.Config(self.faults, log_level="critical", lifespan="off", proxy_headers=False)
         self.run = lambda: uvicorn.Server(config).run(sockets)
 
@@ -211,8 +218,17 @@ class Server:
     async def create(self, request: Request) -> Response:
         self.check_user(request, WRITE)
         id = "{space}/{name}".format_map(request.path_params)
-        self.buckets[id] = Bucket(id)
-        return JSONResponse({"url": f"{self.endpoint}/buckets/{id}", "name": id, "id": self.buckets[id].inner})
+        url = f"{self.endpoint}/buckets/{id}"
+        if id in self.buckets:
+            return JSONResponse({"error": "You already created this bucket", "url": url}, 409)
+        body = json.loads(await request.body() or b"{}")
+        self.buckets[id] = Bucket(id, body.get("visibility") == "private")
+        return JSONResponse({"url": url, "name": id, "id": self.buckets[id].inner})
+
+    async def info(self, request: Request) -> Response:
+        bucket = self.bucket(request, READ)
+        told = {"id": bucket.id, "private": bucket.private, "createdAt": moment(bucket.created)}
+        return JSONResponse({"_id": bucket.inner, **told, "size": bucket.size, "totalFiles": len(bucket.files)})
 
     async def delete(self, request: Request) -> Response:
         del self.buckets[self.bucket(request, WRITE).id]
@@ -231,6 +247,8 @@ class Server:
 
     async def paths_info(self, request: Request) -> Response:
         bucket, paths = self.bucket(request, READ), json.loads(await request.body())["paths"]
+        if len(paths) > PATHS_PER_REQUEST:
+            raise Refused(400, f"{len(paths)} paths, at most {PATHS_PER_REQUEST} are allowed")
         return JSONResponse([bucket.files[path].described() for path in paths if path in bucket.files])
 
     async def batch(self, request: Request) -> Response:
@@ -269,6 +287,8 @@ class Server:
     async def xet_token(self, request: Request) -> Response:
         right = request.path_params["right"]
         bucket = self.bucket(request, right)
+        if right == WRITE and self.options.quota and bucket.size >= self.options.quota:
+            raise Refused(403, f"Storage quota of bucket {bucket.id} is used up")
         token, expiry = self.grant((bucket.inner, right), self.options.xet_seconds)
         headers = {"X-Xet-Cas-Url": self.origin, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expiry)}
         return JSONResponse({"casUrl": self.origin, "accessToken": token, "exp": expiry}, headers=headers)
@@ -348,10 +368,13 @@ def moment(seconds: float) -> str:
 
 def wanted_range(request: Request, size: int) -> tuple[int, int] | None:
     """Bytes asked for, end exclusive; all without a Range header; None: not within ``size``."""
-    found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
-    if not found:
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
+    if not found or found[0] == "bytes=-":
         return 0, size
-    start, end = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
+    if not found[1]:
+        start, end = max(0, size - int(found[2])), size
+    else:
+        start, end = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
     return (start, end) if start < end else None
 
 
