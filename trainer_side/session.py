@@ -291,13 +291,14 @@ class PublishSession:
     def _not_published(self, problem: DeltaSyncError | None, failed: list[int], deadline: Deadline) -> DeltaSyncError:
         """Return the error of a close that could not publish the last weights."""
         last = None if self._last is None or self._last.is_published(self._committer.newest) else self._last
-        error_before = self.record.status().error  # which an earlier call may have raised
         if problem is not None:
             reason = problem.message
         elif failed:
             reason = f"rank {listed(failed, 8)} could not publish, and raises its error"
         elif self._busy or deadline.passed:
-            reason = error_before or f"the store has not answered within {deadline}"
+            reason = f"the store has not answered within {deadline}"
+            if (known := self.record.status().error) is not None:  # an earlier call may have raised it
+                reason = f"it is not durable within {deadline}; the last error is {known}"
         else:
             reason = "the store has not answered" if last is None else last.failure
         if last is not None:

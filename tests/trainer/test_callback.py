@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -215,6 +216,32 @@ def test_sigterm_ends_a_wait_at_the_end_of_training_too(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert re.search("ended at step 2, and its last weights are not published: .* the store is away", caplog.text)
+
+
+def test_sigterm_ends_a_wait_for_a_store_that_does_not_answer(
+    model: PreTrainedModel, bucket: Hooked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = DeltaSyncCallback(bucket=bucket, close_seconds=3600, grace_seconds=0.1)
+    seen, gate = Settled(callback, wait=False), Gated("")
+
+    def stop() -> None:
+        gate.reached.wait(60)
+        time.sleep(1)  # by then training has made its last step
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: "has not answered within the time that SIGTERM leaves" in caplog.text, 60)
+        gate.open.set()
+
+    def hang() -> None:
+        bucket.before = gate
+        threading.Thread(target=stop).start()
+
+    seen.at = {1: hang}
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        trainer_of(model, tmp_path, [callback, seen], max_steps=2).train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "ended at step 2, and its last weights are not published" in caplog.text
 
 
 @pytest.mark.parametrize("stop", [True, False])

@@ -1,6 +1,7 @@
 """The end of training: the run is left at the weights of the last call, or an error says at which it is left."""
 
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -40,13 +41,17 @@ def test_a_store_that_stays_away(bucket: Hooked, trainer: Trainer) -> None:
     publish(publisher, trainer, times=2)
     bucket.before = Down("objects/")
     trainer.step()
-    publisher.publish(7)
+    result = publisher.publish(7)
     expected = r"step 7, the last one, is not published: .*the store is away.*last version .* is 2 \(step 2\)"
     with pytest.raises(PublishError, match=expected) as caught:
         publisher.close(timeout=0.6)
     assert isinstance(caught.value.__cause__, StoreError)
     publisher.close()
     assert steps_of(bucket) == [0, 1, 2]
+    failed = pickle.loads(pickle.dumps(result))  # noqa: S301 (its own bytes)
+    assert failed.failed
+    with pytest.raises(PublishError, match="the store is away"):
+        failed.metrics()
 
 
 def test_a_store_that_does_not_answer(bucket: Hooked, trainer: Trainer) -> None:

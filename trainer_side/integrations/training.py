@@ -215,6 +215,10 @@ class TrainingEnd(Deadline):
     def left(self) -> float:
         return super().left if self._stop is None else min(super().left, self._stop.left)
 
+    def __str__(self) -> str:
+        came = self._stop is not None and self._stop.left < math.inf
+        return "the time that SIGTERM leaves" if came else super().__str__()
+
 
 class TrainingPublisher:
     """Publishes one training after another. Every process of a training has one, and calls it at the same points.
