@@ -83,7 +83,7 @@ def serve(act: Callable[..., None]) -> None:
             code = 0
         except SystemExit as ended:
             code = ended.code
-        except BaseException:  # noqa: BLE001 - told by the exit status, and this process must not go on as its parent
+        except BaseException:  # noqa: BLE001 - the exit status reports it, and this process must not go on as its parent
             traceback.print_exc()
         finally:
             sys.stdout.flush()

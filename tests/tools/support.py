@@ -55,9 +55,9 @@ FILES = {
     "transformers": {
         "tests/trainer/test_naming.py": "names, shapes and values are those that `save_pretrained` writes",
         "tests/trainer/test_models.py": "what models do besides training in place",
-        "tests/trainer/test_quantized.py": "to quantized bases",
-        "tests/trainer/test_callback.py": "the callback",
-        "tests/trainer/test_end_of_training.py": "and how a training ends",
+        "tests/trainer/test_quantized.py": "a quantized base gets the weights",
+        "tests/trainer/test_callback.py": "the callback publishes",
+        "tests/trainer/test_end_of_training.py": "how a training ends",
         "tests/trainer/sharded/test_publish.py": "several ranks publish",
     },
     "trl": {

@@ -49,6 +49,8 @@ STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
     (StoreError, 503),
     (EngineError, 500),
 )
+NOT_RETRIED = ("unreachable", "version")
+"""Kinds of answers with code 409 that a retry cannot change: the clients of OpenAI and Anthropic retry any 409."""
 REFUSED_DATA = 422
 """Status for all other errors of ours: the bucket's data was refused."""
 # Matches the whole header, so that no part of it can be mistaken for the host.
@@ -125,8 +127,7 @@ def answer_error(error: DeltaSyncError) -> JsonAnswer:
         headers["www-authenticate"] = "Bearer"
     elif code == 503:
         headers["retry-after"] = "1"
-    elif code == 409:
-        # The clients of OpenAI and Anthropic send such a request twice more, with the same result.
+    elif error.kind in NOT_RETRIED:
         headers["x-should-retry"] = "false"
     elif code in (408, 413):
         # The rest of the body is not read.
